@@ -1,245 +1,235 @@
-"""A training loop with the activation cache that tests can stop, harm and resume."""
+"""Training loops with the activation cache, and the same without, for tests to compare."""
 
 from __future__ import annotations
 
-import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from examples.resnet import cifar_resnet
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import egeria
-from egeria.cache.generation import Generation
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
-from egeria.session import EgeriaWarning
-from egeria.testing import ScriptedController
-from loops import FAST, differences
+from loops import differences
 from strays import nothing_left_behind
 
-NUM_SAMPLES = 80
-BATCH_SIZE = 8
-EPOCH = NUM_SAMPLES // BATCH_SIZE
-EPOCHS = 6
-FILLING = 22
-"""Steps after which some samples came from the store, and others are still to be written."""
-SERVING = 35
-"""Steps after which every sample is in the store, and most came from it already."""
+NUM_SAMPLES, BATCH, EPOCHS, WIDTH = 80, 8, 8, 12
+EPOCH = NUM_SAMPLES // BATCH
+SERVING = 3 * EPOCH
+"""Steps after which most of every batch comes from the store."""
+MEMORY: dict[str, Any] = {"enabled": "auto", "gate": "open"}
+FILE: dict[str, Any] = {"enabled": True, "gate": "open"}
+OFF: dict[str, Any] = {"enabled": False}
 
 
-def freezes_up_to(depth: int) -> Callable[[int, int], float]:
-    """Return readings by which `depth` front layer modules freeze soon and the next one never does."""
-    return lambda evaluation, module: 1.0 if module < depth else 2.0**evaluation
+class Vectors(Dataset):
+    """Random rows and classes; tests change `rows`, or `transform`, in the middle of a training."""
 
-
-class Pictures(Dataset):
-    """Random pictures; tests exchange `images` or `transform` in the middle of a training."""
-
-    def __init__(self, num_samples: int = NUM_SAMPLES, side: int = 8) -> None:
-        random = torch.Generator().manual_seed(0)
-        self.images = torch.randn(num_samples, 3, side, side, generator=random)
-        self.labels = torch.randint(0, 10, (num_samples,), generator=random)
+    def __init__(self, num_samples: int = NUM_SAMPLES, shape: tuple[int, ...] = (WIDTH,)) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(num_samples, *shape, generator=generator)
+        self.labels = torch.randint(0, 4, (num_samples,), generator=generator)
         self.transform: Callable[[Tensor], Tensor] = torch.Tensor.clone
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.transform(self.images[index]), self.labels[index]
+        return self.transform(self.rows[index]), self.labels[index]
 
 
-def small_resnet() -> nn.Module:
-    """Return three layer modules for pictures of 8x8."""
-    return cifar_resnet(8)
+class Block(nn.Module):
+    """A residual block; its passes are counted by its identity."""
+
+    calls: ClassVar = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.scale = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), 1.0
+
+    @property
+    def num_calls(self) -> int:
+        """How often it was run."""
+        return self.calls[id(self)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[id(self)] += 1
+        return x + self.scale * torch.tanh(self.norm(self.inner(x)))
 
 
-@dataclass
+class Chain(nn.Module):
+    """Four blocks, dropout and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x))
+
+
+def shuffled(dataset: Dataset, **options: Any) -> DataLoader:
+    """Return a loader with an order of its own in each epoch."""
+    return DataLoader(dataset, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(1), **options)
+
+
 class Training:
-    """A training of some epochs, made step by step; equal ones give equal weights."""
+    """A training whose front two layer modules are frozen soon; equal ones give equal weights."""
 
-    directory: Path
-    cached: bool = True
-    epochs: int = EPOCHS
-    depth: int = 1
-    build: Callable[[], nn.Module] = small_resnet
-    dataset: Any = field(default_factory=Pictures)
-    settings: dict[str, Any] = field(default_factory=dict)
-    batch_size: int = BATCH_SIZE
-
-    def __post_init__(self) -> None:
-        self.losses: list[float] = []
-        self.warnings: list[str] = []
+    def __init__(
+        self,
+        directory: Path,
+        cache: dict[str, Any],
+        *,
+        build: Callable[[], nn.Module] = Chain,
+        dataset: Any = None,
+        loader: Any = None,
+        depth: int = 2,
+        call: Callable[[Any, Tensor], Tensor] = lambda model, inputs: model(inputs),
+        more: dict[str, Any] | None = None,
+        **attach: Any,
+    ) -> None:
+        self.directory, self.call = directory, call
+        self.losses, self.warnings = list[float](), list[str]()
         torch.manual_seed(0)
-        self.model = self.build()
+        self.model: Any = build()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
-        order = torch.Generator().manual_seed(1)
-        self.loader = DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True, generator=order)
-        self.loader_before = dict(vars(self.loader))
-        cache = {"enabled": self.cached, "gate": "open", **self.settings}
-        with self._noting_warnings():
+        self.dataset = Vectors() if dataset is None else dataset
+        self.loader = loader(self.dataset) if loader else shuffled(self.dataset)
+        self.loader_before = self.loader_now
+        with self.noting():
             self.run: Any = egeria.attach(
                 self.model,
                 self.optimizer,
                 self.loader,
-                total_steps=len(self.loader) * self.epochs,
-                directory=self.directory,
-                controller=ScriptedController(freezes_up_to(self.depth)),
-                config={**FAST, "cache": cache},
+                total_steps=EPOCHS * len(self.loader),
+                directory=directory,
+                config={**(more or {}), "cache": cache},
+                **{"plan": f"0.05:{depth}", **attach},
             )
-        self.network: Any = self.model
-        self._batches = self._all_batches()
+        self.batches = self.batches_from(0)
 
-    def advance(self, num_steps: int) -> None:
-        """Train so many steps, or to the end."""
-        with self._noting_warnings():
-            for _, (images, labels) in zip(range(num_steps), self._batches, strict=False):
-                self.network.train()
-                loss = nn.functional.cross_entropy(self.network(images), labels)
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                if self.run is not None:  # a test may have dropped it
-                    self.run.step(loss)
-                self.losses.append(loss.item())
+    def step(self, inputs: Any, labels: Tensor) -> None:
+        """Make one step."""
+        self.model.train()
+        loss = cross_entropy(self.call(self.model, inputs), labels)
+        loss.backward()
+        self.advance_optimizer(loss)
 
-    def advance_to(self, step: int) -> None:
-        """Train to a step, by which some samples came from the store."""
-        self.advance(step - len(self.losses))
-        if self.cached:
-            assert self.generation.use.hits > 0, "the test is empty if nothing is served before the fault"
+    def advance_optimizer(self, loss: Tensor) -> None:
+        """Step, and tell the run."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.run is not None:
+            self.run.step(loss)
+        self.losses.append(loss.item())
 
-    def finish(self) -> None:
-        """Train to the end and close."""
-        self.advance(self.epochs * len(self.loader))
-        self.close()
+    def advance_to(self, num_steps: int) -> None:
+        """Train up to a step, or to the end."""
+        with self.noting():
+            while len(self.losses) < num_steps and (batch := next(self.batches, None)) is not None:
+                self.step(*batch)
 
-    def close(self) -> None:
-        """Close the run, and see that nothing is left of it but the journal."""
-        with self._noting_warnings():
+    def finish(self) -> Training:
+        """Train to the end, close, and see that nothing is left on the model and the loader."""
+        self.advance_to(EPOCHS * EPOCH + 1000)
+        return self.close()
+
+    def close(self) -> Training:
+        """Close, and see that nothing is left on the model and the loader."""
+        with self.noting():
             self.run.close()
-        assert vars(self.loader) == self.loader_before, "the loader is as it was"
-        assert_no_stubs(self.model)
-        assert "forward" not in vars(self.model)
+        assert self.loader_now == self.loader_before
+        assert [name for name, module in self.model.named_modules() if "forward" in vars(module)] == []
+        return self
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Collect warnings of egeria; all others are errors."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        strange = [entry for entry in caught if not issubclass(entry.category, egeria.EgeriaWarning)]
+        assert not strange, strange
+        self.warnings += [str(entry.message) for entry in caught]
 
     def everything(self) -> dict[str, Any]:
         """Return a copy of all that training changes."""
         state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        momenta = {f"momentum.{index}": entry["momentum_buffer"] for index, entry in self.optimizer.state.items()}
-        losses = torch.tensor(self.losses, dtype=torch.float64)
-        return {**state, **{str(key): value.clone() for key, value in momenta.items()}, "losses": losses}
+        for index, entry in self.optimizer.state_dict()["state"].items():
+            state[f"momentum {index}"] = entry["momentum_buffer"].clone()
+        return {**state, "random": torch.get_rng_state(), "losses": torch.tensor(self.losses, dtype=torch.float64)}
 
     @property
-    def way(self) -> Any:
-        """How forwards are made now."""
-        return self.run._session._skipping._cache.mode
-
-    @property
-    def generation(self) -> Generation:
-        """What is stored now."""
-        assert isinstance(self.way, Generation), "nothing is stored"
-        return self.way
-
-    @property
-    def store_path(self) -> Path:
-        """A way to the store, which has no name of its own."""
-        return Path(f"/proc/self/fd/{self.generation.store.descriptor}")
+    def loader_now(self) -> dict[str, Any]:
+        """What the loader has; one keeps its workers itself."""
+        return {name: value for name, value in vars(self.loader).items() if name != "_iterator"}
 
     def journal(self, kind: type) -> list[Any]:
         """Return the events of a kind."""
         return egeria.read_journal(self.directory).of(kind)
 
     @property
-    def modes(self) -> list[str]:
-        """The ways that were taken, one after the other."""
-        return [event.mode for event in self.journal(CacheDecided)]
+    def hits(self) -> int:
+        """Samples that came from the store, once it is closed."""
+        return sum(event.hits for event in self.journal(CacheUsed))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why passes were computed."""
+        return [event.reason for event in self.journal(CacheDecided) if event.mode == "computed"]
 
     @property
     def complaints(self) -> list[str]:
-        """What was declined but freezing itself, or failed, as the journal has it."""
-        declined = [event.reason for event in self.journal(Declined) if event.what != "freezing"]
-        return declined + [event.error for event in self.journal(FaultCaught)]
+        """What was declined, or failed."""
+        return [e.reason for e in self.journal(Declined)] + [e.error for e in self.journal(FaultCaught)]
 
     @property
-    def num_hits(self) -> int:
-        """Samples that came from a store, over all generations; known once they are closed."""
-        last = {event.generation: event.hits for event in self.journal(CacheUsed)}
-        return sum(last.values())
+    def files(self) -> list[Path]:
+        """The files of the store that are there."""
+        return sorted(self.directory.rglob("egeria-activations-*"))
 
-    def _all_batches(self) -> Iterator[Any]:
-        for _ in range(self.epochs):
+    def batches_from(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of the training from an epoch on, each epoch in an order of its own."""
+        for number in range(epoch, EPOCHS):
+            if self.loader.generator is not None:
+                self.loader.generator.manual_seed(number)
             yield from self.loader
 
-    def _noting_warnings(self) -> Any:
-        return _Noting(self.warnings)
+
+def compared(
+    directory: Path, cache: dict[str, Any], loop: Callable[[Training], Any] = Training.finish, **changes: Any
+) -> Training:
+    """Train by a loop without the cache and with it; check that nobody can tell; return the latter."""
+    trained = []
+    for name, settings in (("computed", OFF), ("cached", cache)):
+        with nothing_left_behind():
+            training = Training(directory / name, settings, **changes)
+            loop(training)
+            if training.run is not None:
+                training.close()
+        assert training.files == []
+        trained.append(training)
+    assert differences(trained[0].everything(), trained[1].everything()) == []
+    return trained[1]
 
 
-class _Noting(warnings.catch_warnings):
-    """Collects warnings of ours; all others are errors here."""
-
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__(record=True)
-        self._messages = messages
-
-    def __enter__(self) -> Any:
-        self._caught = super().__enter__()
-        warnings.simplefilter("always")
-        return self._caught
-
-    def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
-        for entry in self._caught or ():
-            assert issubclass(entry.category, EgeriaWarning), entry
-            self._messages.append(str(entry.message))
+def assert_served(training: Training, least: int = 250) -> None:
+    """Most samples came from the store, and nothing was complained of."""
+    assert training.hits >= least, (training.hits, training.reasons, training.complaints)
+    assert training.reasons == [] and training.complaints == [] and training.warnings == []
 
 
-def plain(directory: Path, **changes: Any) -> Training:
-    """Return the same training without the cache, at its end."""
-    training = Training(directory / "plain", cached=False, **changes)
-    training.finish()
-    return training
-
-
-def assert_turned_off(training: Training, reason: str) -> None:
-    """The cache was given up, for a reason that the user was told once, and that the journal has."""
-    (warning,) = [message for message in training.warnings if not message.startswith("egeria: freezing:")]
-    assert reason in warning and "Training continues" in warning
-    assert len(training.complaints) == 1 and reason in training.complaints[0]
-    decided = [event for event in training.journal(CacheDecided) if reason in event.reason]
-    assert [event.mode for event in decided] == ["computed"]
-
-
-def assert_no_stubs(model: nn.Module) -> None:
-    """Every module runs its own forward; the model itself may ask the cache first, as long as its run is open."""
-    assert [name for name, module in model.named_modules() if "forward" in vars(module) and name] == []
-
-
-def open_files(directory: Path) -> list[str]:
-    """Return the files below a directory that this process has open."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found.append(str(entry.readlink()))
-    return [name for name in found if name.startswith(str(directory))]
-
-
-@contextmanager
-def nothing_but_journals(directory: Path) -> Iterator[None]:
-    """Check that the block leaves no thread, no descriptor and no file of a cache."""
-    with nothing_left_behind():
-        yield
-        gc.collect()
-        left_open = open_files(directory)
-        assert left_open == []
-    left = {entry.name for entry in directory.rglob("*") if entry.is_file()}
-    assert left <= {"journal.jsonl", "report.html"}, left
-
-
-def assert_equal(first: Training, second: Training) -> None:
-    """Two trainings gave the same losses and weights, to the last bit."""
-    assert differences(first.everything(), second.everything()) == []
+def assert_refused(training: Training, reason: str) -> None:
+    """It was given up for a reason, of which the user was told once."""
+    assert len(training.reasons) == 1 and reason in training.reasons[0], training.reasons
+    assert len(training.warnings) == 1 and reason in training.warnings[0], training.warnings

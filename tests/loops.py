@@ -36,6 +36,8 @@ class Loop:
     )
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     losses: list[float] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    """What egeria has warned of."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -66,9 +68,10 @@ class Loop:
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.run:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", EgeriaWarning)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always", EgeriaWarning)
                     self.run.step(loss)
+                self.warned += [str(warning.message) for warning in caught]
             self.losses.append(loss.item())
 
     def save(self) -> bytes:

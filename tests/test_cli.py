@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import egeria
-from egeria import attach, events
-from egeria.cli import doctor, main
+from egeria import attach, cli, events
+from egeria.cli import main
 from egeria.testing import ScriptedController
 from resnet import cifar_resnet
 
@@ -179,9 +179,9 @@ def test_modules_finds_what_lies_in_the_working_directory(command, tmp_path):
         ("no_such_module:resnet", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("cli_models:no_such_name", "no_such_name"),
         ("cli_models:not_callable", "TypeError"),
-        ("cli_models:needs_an_argument", "'depth'. Write a small function that builds it"),
+        ("cli_models:needs_an_argument", "'depth'. Write a function that builds it"),
         ("cli_models:fails", "RuntimeError: out of [bold]luck[/]"),
-        ("cli_models:no_model", "must return a torch.nn.Module, or a tuple of it and example arguments, found dict"),
+        ("cli_models:no_model", "must return a torch.nn.Module, or (model, example), found dict"),
         ("cli_models:three_things", "found tuple"),
         ("cli_models:one_thing", "found tuple"),
         ("cli_models:wrong_example", "must take its example arguments; RuntimeError"),
@@ -228,11 +228,11 @@ def test_a_name_that_looks_like_markup_is_printed_as_it_is(tmp_path, command):
 
 
 def test_doctor_measures_the_directory(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "PROBE_BYTES", 2**21)
+    monkeypatch.setattr(cli, "PROBE_BYTES", 2**21)
     (tmp_path / "disk[x]").mkdir()
     status, output, errors = command("doctor", "--directory", tmp_path / "disk[x]")
     assert status == 0 and errors == ""
-    for fact in ("torch.compile", "quantization engines", "threads of torch", "memory", "accelerator", "MiB/s"):
+    for fact in ("quantization engines", "threads of torch", "memory", "accelerator", "MiB/s"):
         assert fact in output
     assert torch.__version__ in output and "disk[x]" in output
     assert list((tmp_path / "disk[x]").iterdir()) == [], "the probe is gone"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -10,10 +12,10 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.controller import ControllerStatus, choose, spare_cores
+from egeria.controller import choose, spare_cores
 from egeria.controller.process import usable_cores
 from egeria.controller.worker import pack, unpack
-from egeria.events import ReadingDropped
+from egeria.events import ReadingDropped, ReferenceRefreshed
 from egeria.testing import ScriptedController
 from loops import FAST, Loop
 from menagerie import SPECIMENS, each_supported
@@ -64,6 +66,31 @@ def test_a_model_whose_weights_are_computed_arrives(normalise):
 # --- which one is chosen ---
 
 
+ABSENT = """
+import sys, torch, egeria
+for policy in ({"plan": "0.5:1"}, {"policy": "none"}, {}):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with egeria.attach(model, optimizer, total_steps=8, directory=sys.argv[1], **policy) as run:
+        for _ in range(8):
+            loss = model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+        run.state_dict()
+    sys.argv[1] += "x"
+rooms = ("controller", "reference", "plasticity", "session.evaluation", "session.budget")
+print(*(name for name in sys.modules if name.startswith(tuple(f"egeria.{room}" for room in rooms))))
+"""
+
+
+def test_a_run_that_reads_no_plasticity_imports_nothing_of_it(tmp_path):
+    command = [sys.executable, "-c", ABSENT, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
 class Loader:
     num_workers = 3
 
@@ -112,27 +139,24 @@ def test_a_reference_on_an_accelerator_is_on_that_of_the_model(setting, monkeypa
 class HoldingController(ScriptedController):
     """Holds back what it has read until it is let go; has room for one refresh of two."""
 
-    is_holding = has_room = True
+    is_holding = has_room = is_apart = True
 
-    def refresh(self, evaluation, model, batch, state=None):
+    def refresh(self, model, batch, state=None):
         self.has_room = not self.has_room
-        self.asked.append(evaluation)
-        return self.has_room and super().refresh(evaluation, model, batch, state)
+        return self.has_room and super().refresh(model, batch, state)
 
     def poll(self):
-        reports = [] if self.is_holding else super().poll().reports
-        return ControllerStatus(reports=reports, is_asynchronous=True)
+        return [] if self.is_holding else super().poll()
 
 
 def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_path):
     controller = HoldingController()
-    controller.asked = []
     attach = {"config": {**FAST, "unfreezing": {"rule": "step"}}, "directory": tmp_path, "controller": controller}
     loop = Loop(SPECIMENS["residual"], attach)
     loop.step(31)
-    assert controller.asked[:2] == [2, 3], "what found no room is asked for again"
     controller.is_holding = False
     loop.step(1)
+    assert told(tmp_path, ReferenceRefreshed), "what found no room is asked for again"
     assert loop.run.frozen == 1
     late = told(tmp_path, ReadingDropped)
     assert len(late) >= 5 and all("no longer monitored" in drop.reason for drop in late)

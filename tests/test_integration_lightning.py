@@ -157,13 +157,6 @@ def test_watching_is_the_trainer_alone_bit_for_bit(options, tmp_path):
     assert started.total_steps == closed.step == plain["step"]
 
 
-def test_a_checkpoint_after_the_end_has_the_state_before_it(tmp_path):
-    trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path))
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-    assert saved["callbacks"]["EgeriaCallback"]["run"]["engine"]["frozen"] == 2
-
-
 def test_a_checkpoint_of_a_training_without_egeria_is_gone_on_from(tmp_path):
     stopped = Stops(10, tmp_path / "last.ckpt")
     fit(stopped)
@@ -295,21 +288,6 @@ def test_names_and_settings_outside_their_contract_are_errors():
         EgeriaCallback(config={"plasticity": {"windo": 3}})
     with pytest.raises(ConfigError, match=r"policy\.name"):
         EgeriaCallback(policy="no such policy")
-
-
-class TwoSchedules(Classifier):
-    """A warmup by step and a decay by epoch, for one optimizer."""
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
-        decay = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        return [optimizer], [{"scheduler": warmup, "interval": "step"}, {"scheduler": decay, "interval": "epoch"}]
-
-
-def test_a_plan_is_followed_beside_two_schedulers(tmp_path):
-    fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=TwoSchedules)
-    assert freezes(tmp_path) == [(6, 1), (12, 2)]
 
 
 class Manual(Classifier):

@@ -36,11 +36,7 @@ from egeria.integrations.transformers import STATE_FILE, EgeriaCallback  # noqa:
 
 INLINE = {"controller": {"kind": "inline", "budget_share": 1000.0}}
 WATCH = {**INLINE, "plasticity": {"interval_steps": 2}, "freezing": {"tolerance_readings": 10**6}}
-FREEZE = {
-    **INLINE,
-    "plasticity": {"interval_steps": 2},
-    "policy": {"plan": "0.25:1 0.5:2"},
-}
+FREEZE = {**INLINE, "plasticity": {"interval_steps": 2}, "policy": {"plan": "0.25:1 0.5:2"}}
 JUDGE = {**FAST, **INLINE, "freezing": {"tolerance_share": 5.0}}
 """Freezes by what it reads from the reference model."""
 
@@ -292,11 +288,6 @@ def test_checkpoints_that_are_kept_have_its_file(tmp_path):
     assert all(parameter.requires_grad for parameter in trained.model.parameters())
 
 
-def test_weights_alone_have_no_file_beside_them(tmp_path):
-    train_watched(tmp_path, FREEZE, save_strategy="steps", save_steps=8, save_only_model=True)
-    assert not list(tmp_path.glob(f"checkpoint-*/{STATE_FILE}"))
-
-
 class Terminated(TrainerCallback):
     """Asks for a checkpoint as SIGTERM does, at an event of the step that begins behind another one."""
 
@@ -332,17 +323,6 @@ def test_a_checkpoint_just_in_time_is_gone_on_from(event, tmp_path):
     theirs = whole.model.state_dict()
     assert not [name for name, value in last.model.state_dict().items() if not torch.equal(value, theirs[name])]
     assert [event.step for event in assert_clean(tmp_path / "egeria").of(Resumed)] == [step]
-
-
-def test_what_is_uploaded_has_its_file(tmp_path):
-    class Uploads(Trainer):
-        def _push_from_checkpoint(self, checkpoint_folder):
-            self.uploaded = [path.name for path in Path(checkpoint_folder).iterdir()]
-
-    trained = trainer(tmp_path, EgeriaCallback(FREEZE), kind=Uploads, save_strategy="steps", save_steps=8)
-    trained.args.push_to_hub = True
-    trained.train()
-    assert STATE_FILE in trained.uploaded
 
 
 def test_a_callback_that_is_sent_to_another_process_follows_there(tmp_path, monkeypatch):
@@ -457,34 +437,6 @@ def test_lora_with_gradients_at_the_input_saves_the_backward_pass(tmp_path):
     journal = egeria.read_journal(tmp_path / "egeria")
     assert frozen[16] == 2 and not journal.of(FaultCaught)
     assert count.count <= 6  # 16 without
-
-
-def test_a_t5_under_seq2seq_trainer(tmp_path):
-    set_seed(0)
-    shape = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2}
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**shape, num_heads=2, decoder_start_token_id=0)
-    )
-    data = [{"input_ids": entry["input_ids"], "labels": entry["input_ids"]} for entry in sentences()]
-    callback = EgeriaCallback(FREEZE)
-    watch = Watch(callback)
-    trained = transformers.Seq2SeqTrainer(
-        model=model,
-        args=arguments(
-            tmp_path,
-            transformers.Seq2SeqTrainingArguments,
-            eval_strategy="steps",
-            eval_steps=8,
-            predict_with_generate=True,
-            generation_max_length=4,
-        ),
-        train_dataset=data,
-        eval_dataset=data[:4],
-        callbacks=[callback, watch],
-    )
-    trained.train()
-    assert watch.frozen[16] > 0
-    assert_clean(tmp_path / "egeria")
 
 
 def tokenizer(folder):

@@ -77,7 +77,7 @@ def stored(name="journal.jsonl", url=URL):
 
 
 def another_host(tmp_path, monkeypatch):
-    monkeypatch.setattr("egeria.journal.recorder.RUNS", tmp_path / "another host")
+    monkeypatch.setattr("egeria.journal.reader.RUNS", tmp_path / "another host")
 
 
 def test_the_store_has_the_journal_at_each_state_and_at_the_end_and_the_report_reads_it_there(capsys):
@@ -166,7 +166,7 @@ def test_another_host_goes_on_behind_what_the_store_has(tmp_path, monkeypatch):
     journal = egeria.read_journal(URL)
     assert len(journal.of(Resumed)) == 1 and journal.num_damaged == 0
     assert [event.step for event in journal.of(IntervalMeasured)] == list(range(2, 61, 2))
-    summary = Summary.from_journal(journal)
+    summary = Summary.from_events(journal)
     assert (summary.num_resumed, summary.first_step) == (1, 0)
 
 
@@ -186,4 +186,4 @@ def test_a_host_that_comes_back_takes_over_what_another_wrote_meanwhile(tmp_path
     assert stored() == third.local()
     journal = egeria.read_journal(URL)
     steps = [event.step for event in journal.of(IntervalMeasured)]
-    assert steps == list(range(2, 61, 2)) and Summary.from_journal(journal).num_resumed == 2
+    assert steps == list(range(2, 61, 2)) and Summary.from_events(journal).num_resumed == 2

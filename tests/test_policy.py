@@ -13,16 +13,14 @@ from egeria.config import PlasticityConfig
 from egeria.policy import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
-    RULES,
     Interval,
-    Moment,
     Reading,
-    choose_interval,
     find_maker,
     find_rule,
     rule_for_schedule,
 )
-from egeria.policy.paper import least_squares_slope
+from egeria.policy.paper import choose_interval, least_squares_slope
+from egeria.policy.schedules import RULES, Moment
 
 # The worked example, by hand. W = 3, T = 20 % of the largest of the first three slopes.
 #
@@ -219,9 +217,9 @@ def test_equal_readings_are_stationary_although_their_tolerance_is_zero():
     assert run.evaluation < 12
 
 
-@pytest.mark.parametrize(("period", "expected"), [(None, [2, 5, 8]), (2, [2, 4, 6, 8])])
-def test_the_reference_is_due_when_bootstrapping_ends_and_after_so_many_evaluations(period, expected):
-    run = Asked(reference={} if period is None else {"refresh_evaluations": period})
+@pytest.mark.parametrize(("window", "expected"), [(3, [2, 5, 8]), (2, [2, 4, 6, 8])])
+def test_the_reference_is_due_when_bootstrapping_ends_and_after_so_many_evaluations(window, expected):
+    run = Asked(window=window)
     due = []
     for evaluation in range(1, 10):
         run.end(loss=None if evaluation == 9 else 1.0)

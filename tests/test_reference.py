@@ -156,6 +156,8 @@ def test_what_a_trace_does_not_see_stays_as_it_is(precision):
     plain, scaled = batch_of(images()), batch_of(images(), torch.full((8, 1, 1, 1), 0.5))
     for first, then in ((plain, scaled), (scaled, plain)):
         reference = built(model, first, precision, fidelity_share=1.0)
+        traces = precision == "int8" and first is scaled
+        assert reference.precision == (precision if traces or precision == "bf16" else "fp32")
         with pytest.raises(RuntimeError):  # float32 cannot run this either
             reference.activation("stages.1", batch_of(torch.zeros(2, 5, 8, 8)))
         for batch in (first, then, first):

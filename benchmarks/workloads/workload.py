@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 TIERS = ("smoke", "cpu", "long", "gpu")
-"""'smoke' ends within a minute; on one core a run of 'cpu' ends within eight, one of 'long' within 75; 'gpu' has the
+"""'smoke' ends within a minute; on one core a run of 'cpu' ends within ten, one of 'long' within 75; 'gpu' has the
 paper's scale."""
 
 

@@ -27,7 +27,7 @@ from egeria import tree
 from egeria.config import Config, PolicyConfig
 from egeria.config.checks import check, count, read_plan, wrong_plan
 from egeria.distributed.ranks import world_size
-from egeria.errors import ConfigError
+from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
@@ -60,7 +60,6 @@ class DepthCost:
     iteration_s: float
     """Wall-clock seconds: forward pass, backward pass, `optimizer.step()` and `zero_grad()`."""
     cpu_s: float
-    """CPU seconds of the process."""
     peak_bytes: int | None
     """Most CUDA memory in use, without what was in use before the copy was made; else None."""
 
@@ -85,18 +84,11 @@ class Advice:
     """What the library declined on the copy, with the reasons."""
 
     def saving(self, plan: str) -> float:
-        """Return the share of the training time that a plan saves.
-
-        "0.5:2 0.75:3" freezes two layer modules from half of the steps on, three from 75 % on.
-
-        Raises:
-            ConfigError: it is no plan, or has absolute steps.
-        """
+        """Return the share of the training time that a plan saves, such as "0.5:2 0.75:3"."""
         check("plan", plan, wrong_plan)
         if any(move.is_step for move in read_plan(plan)):
             raise ConfigError(
-                f'plan must have shares of the training, such as "0.5:2", found {plan!r}. Divide '
-                "its steps by those of the training."
+                f'plan takes shares of the training such as "0.5:2", found {plan!r}. Divide by all.'
             )
         depths = [cost.depth for cost in self.costs]  # of others the time is interpolated
         times_s = [cost.iteration_s for cost in self.costs]
@@ -114,17 +106,17 @@ class Advice:
         """The advice in one sentence."""
         if not self.costs[-1].depth:
             return "Not worth it: nothing can be frozen."
-        saved = percent(self.saving(self._half))
-        most = percent(self.saving(f"0:{len(self.modules)}"))
-        return (
-            f"{'Worth a try' if self.is_worth_it else 'Not worth it'}: the plan {self._half!r} "
-            f"saves {saved} of the training time, and no plan more than {most}."
+        saved, most = (
+            percent(self.saving(plan)) for plan in (self._half, f"0:{len(self.modules)}")
         )
+        saves = f"saves {saved} of the training time, and no plan more than {most}"
+        worth = "Worth a try" if self.is_worth_it else "Not worth it"
+        return f"{worth}: the plan {self._half!r} {saves}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        told = {"plan_saving": self.saving(self.plan), "verdict": self.verdict}
-        return {**asdict(self), **told, "is_worth_it": self.is_worth_it}
+        more = {"plan_saving": self.saving(self.plan), "verdict": self.verdict}
+        return {**asdict(self), **more, "is_worth_it": self.is_worth_it}
 
     def __repr__(self) -> str:
         """Return the table, the verdict and the notes as text."""
@@ -139,25 +131,19 @@ class Advice:
         elif self.costs[-1].depth:
             lines.append('By default nothing is frozen here: give attach a plan, such as "0.5:2".')
         if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
-            lines.append(
-                f"Reading a batch takes {duration(self.reading_s)}, for which the training waits "
-                "with any plan. Workers of the loader would hide it."
-            )
+            reading = f"Reading a batch takes {duration(self.reading_s)}"
+            lines.append(f"{reading} with any plan. Workers of the loader would hide it.")
         return "\n".join([*lines, *(f"Obstacle: {obstacle}" for obstacle in self.obstacles)])
 
     def _repr_html_(self) -> str:
-        """Return the same for notebooks."""
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def _row(self, cost: DepthCost) -> tuple[str, ...]:
-        return (
-            f"{cost.depth}",
-            self.modules[cost.depth - 1] if cost.depth else "-",
-            f"{1000 * cost.iteration_s:.1f} ms",
-            percent(1 - cost.iteration_s / self.costs[0].iteration_s),
-            f"{1000 * cost.cpu_s:.1f} ms",
-            "-" if cost.peak_bytes is None else mebibytes(cost.peak_bytes),
-        )
+        name = self.modules[cost.depth - 1] if cost.depth else "-"
+        saved = percent(1 - cost.iteration_s / self.costs[0].iteration_s)
+        peak = "-" if cost.peak_bytes is None else mebibytes(cost.peak_bytes)
+        times = [f"{1000 * seconds:.1f} ms" for seconds in (cost.iteration_s, cost.cpu_s)]
+        return f"{cost.depth}", name, times[0], saved, times[1], peak
 
     @property
     def _half(self) -> str:
@@ -178,12 +164,11 @@ def advise(
 
     The copy is trained with ever more of its front layer modules frozen, several times over. Model,
     optimizer, the global random state and the generator of the loader are afterwards as before; not
-    what else `loss` and the data set change, such as a `GradScaler`. The peak of
-    `torch.cuda.max_memory_allocated` is reset.
+    what else `loss` changes, nor the peak of `torch.cuda.max_memory_allocated`.
 
     Args:
-        model: as the loop trains it, on its device; not compiled, and without a wrapper of several
-            processes. Memory for a second model and a second optimizer state is needed.
+        model: as the loop trains it, on its device; not compiled or wrapped. Memory for a second
+            model and a second optimizer state is needed.
         optimizer: the optimizer, or all of them.
         loader: the loader, or a list of batches.
         loss: called with the model to use and a batch, returns the loss; autocast and the transfer
@@ -232,14 +217,14 @@ class _Training:
             each = SETTLING + TIMED
             with follow(policy="none") as run:  # finds the order of the layers, and warms up
                 for place in range(each):
-                    run.step(self._iterate(self._batch(place)))
+                    run.step(self._iterate(place))
                 modules = tuple(module.name for module in run.modules)
             deepest = max(0, len(modules) - 1)
             depths = np.linspace(0, deepest, min(deepest + 1, MOST_DEPTHS)).round().astype(int)
             moves = (f"step {turn * each}:{depth}" for turn, depth in enumerate([*depths] * rounds))
             with follow(plan=" ".join(moves)) as run:
                 for turn, _ in itertools.product(range(rounds), depths):
-                    run.step(self._iterate(self._batch(0)))
+                    run.step(self._iterate(0))
                     cost = self._timed(run, turn * TIMED)  # the same batches at each depth
                     found.setdefault(cost.depth, []).append(cost)
             journal = read_journal(folder)
@@ -256,15 +241,14 @@ class _Training:
 
     def _timed(self, run: Run, first: int) -> DepthCost:
         """Return the means of a few iterations; nothing waits for an accelerator between them."""
-        batches = [self._batch(first + step) for step in range(TIMED)]
-        depth, devices = run.frozen, accelerators_of(self.model)
+        depth, devices, last = run.frozen, accelerators_of(self.model), first + TIMED - 1
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.synchronize(device)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        for batch in batches[:-1]:
-            run.step(self._iterate(batch))
-        loss = self._iterate(batches[-1])
+        for place in range(first, last):
+            run.step(self._iterate(place))
+        loss = self._iterate(last)
         for device in devices:
             torch.cuda.synchronize(device)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
@@ -272,21 +256,16 @@ class _Training:
         run.step(loss)  # the depth changes here
         return DepthCost(depth, wall_s / TIMED, cpu_s / TIMED, peak_bytes if devices else None)
 
-    def _batch(self, place: int) -> Any:
-        """Return a batch that the iteration may overwrite."""
-        return copy.deepcopy(self.batches[place % len(self.batches)])
-
-    def _iterate(self, batch: Any) -> Tensor:
-        """Make one iteration as a loop would, and return its loss."""
-        with _explained(
-            "An iteration of the copy must run as in the loop: loss(model, batch), backward, step",
-            "Pass loss=..., which does what the loop does before loss.backward().",
-        ):
+    def _iterate(self, place: int) -> Tensor:
+        """Make one iteration as a loop would, on a copy of a batch, and return its loss."""
+        batch = copy.deepcopy(self.batches[place % len(self.batches)])
+        contract = "An iteration of the copy must run as in the loop"
+        next_step = "Pass loss=..., which does what the loop does before loss.backward()."
+        with _explained(contract, next_step):
             loss = self.loss(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             for optimizer in self.optimizers:
                 optimizer.step()
-            for optimizer in self.optimizers:
                 optimizer.zero_grad()
         return loss
 
@@ -307,10 +286,8 @@ def _check_training(model: nn.Module, optimizers: Sequence[Any]) -> None:
     else:
         return
     raise ConfigError(
-        "advise takes a torch.nn.Module on the CPU or CUDA that a single process trains by torch "
-        "optimizers, not "
-        f"compiled and without a wrapper, found {found}. Ask in a script of one process, before "
-        "the model is compiled or wrapped."
+        "advise takes a torch.nn.Module on the CPU or CUDA with torch optimizers, in one process, "
+        f"found {found}. Ask before the model is compiled or wrapped."
     )
 
 
@@ -342,8 +319,8 @@ def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
     if is_changed:
         raise ConfigError(
             "loss must train the model that it is given and nothing else, found gradients or "
-            "buffers of the original, or of a criterion, that changed; they were restored. Use "
-            "the model that loss is given, and make such a criterion part of the model."
+            "buffers of others that changed. Use the model that loss is given; a criterion that "
+            "trains belongs in it."
         )
 
 
@@ -352,20 +329,17 @@ def _explained(contract: str, next_step: str) -> Iterator[None]:
     """Raise what fails in the block as a `ConfigError`."""
     try:
         yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        what = "advise needs memory for a second model and its optimizer state"
+        raise ConfigError(f"{what}, found {error!r}. Pass smaller batches.") from error
     except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            contract = "advise needs memory for a second model and its optimizer state"
-            next_step = "Pass smaller batches, or ask with a smaller model of the same kind."
-        found = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{contract}, found {found}. {next_step}") from error
+        raise ConfigError(f"{contract}, found {brief(error)}. {next_step}") from error
 
 
 def _copied(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
     """Return copies, the optimizers for the parameters of the model's copy."""
-    with _explained(
-        "copy.deepcopy must copy model and optimizer, and share none of their parameters",
-        "Ask before the model is sharded or wrapped.",
-    ):
+    contract = "copy.deepcopy must copy model and optimizer, and share none of their parameters"
+    with _explained(contract, "Ask before the model is sharded or wrapped."):
         memo = copies_of_computed(model)
         twin, twins = copy.deepcopy((model, list(optimizers)), memo)
         for optimizer, other in zip(optimizers, twins, strict=True):

@@ -1,7 +1,4 @@
-"""The errors egeria raises, all under `EgeriaError`.
-
-Every message says three things: what was expected, what was found, and what to do next.
-"""
+"""The errors egeria raises; each says what was expected, what was found, and what to do next."""
 
 
 class EgeriaError(Exception):
@@ -29,17 +26,7 @@ class ReferenceModelError(EgeriaError):
 
 
 class UncacheableError(EgeriaError):
-    """The frozen layers cannot be skipped; the message is the reason, in one
-    sentence for the user.
-    """
-
-
-def without_frames(error: Exception) -> Exception:
-    """Return an error without the frames it was raised in, its causes' too: they hold on to
-    activations and graphs.
-    """
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
+    """The frozen layers cannot be skipped; the message is the reason."""
 
 
 def brief(error: BaseException) -> str:

@@ -1,10 +1,7 @@
 """What the journal of a run holds: one frozen record per kind of event.
 
-The journal writes them, the report reads them; nothing else passes between the
-parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
-Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process, unless the
-name says that they are those of the controller process. In order: the run, intervals and readings,
-decisions, the reference model, the controller, the cache, compiling and ranks, refusals and faults.
+`step` is the number of optimizer steps done so far. Times are seconds of wall clock (`wall_s`) and
+of CPU (`cpu_s`) in the training process, unless the name has `controller`.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ class Event:
     step: int
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        cls.kind = kind or cls.kind  # `slots=True` makes the class anew, without the keyword
+        cls.kind = kind or cls.kind  # `slots=True` makes the class again, without the keyword
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, the kind of event first."""
@@ -38,11 +35,10 @@ class RunStarted(Event, kind="run_started"):
     config: dict[str, Any]
     modules: list[dict[str, Any]]
     trainable: list[bool]
-    """Whether each layer module had any parameter to train when the run began."""
+    """Whether each layer module had any parameter to train."""
     deepest_freeze: int
     """The largest number of front modules that may be frozen."""
-    rule: str
-    """Name of the unfreeze rule."""
+    rule: str  # for thaws
     total_steps: int | None
     interval_steps: int
     environment: dict[str, Any]
@@ -82,7 +78,6 @@ class RunClosed(Event, kind="run_closed"):
     overhead_wall_s: float
     overhead_cpu_s: float
     controller_cpu_s: float = 0.0
-    """CPU seconds of the controller process, in parallel with the training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +115,6 @@ class PlasticityRead(Event, kind="plasticity"):
     wall_s: float
     cpu_s: float
     controller_cpu_s: float = 0.0
-    """CPU seconds of the controller process."""
     age: int | None = None
     """Evaluations since the reference was taken from the training weights."""
 
@@ -136,13 +130,10 @@ class ReadingDropped(Event, kind="reading_dropped"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChanged(Event, kind="interval_changed"):
-    """Intervals have another length from here on, because of what evaluations cost or of what
-    decides.
-    """
+    """Intervals have another length from here on, by what evaluations cost or who decides."""
 
     before: int
     after: int
-    """`n`, in steps."""
     reason: str
 
 
@@ -192,7 +183,6 @@ class ReferenceRefreshed(Event, kind="reference"):
     wall_s: float
     cpu_s: float
     controller_cpu_s: float = 0.0
-    """CPU seconds of the controller process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,46 +204,35 @@ class ControllerChosen(Event, kind="controller"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheDecided(Event, kind="cache"):
-    """How the frozen forward pass is done from here on, and the numbers that decided."""
+    """How the frozen forward pass is done from here on."""
 
     boundary: str
-    """Name of the last frozen layer module; empty while nothing is frozen."""
+    """Name of the last frozen layer module."""
     generation: int
     mode: str
-    """'stored' (activations from the store) or 'computed'."""
+    """'stored' (activations are stored and served) or 'computed'."""
     reason: str
-    numbers: dict[str, float]
-    """What the gate compared: seconds of a mini-batch, bytes, epochs; empty where it was not
-    asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUsed(Event, kind="cache_used"):
-    """The use of one generation of stored activations, from its beginning to this step."""
+    """The use of one generation of stored activations, from its beginning to its end."""
 
     boundary: str
     generation: int
     hits: int
-    """Samples that came from the store."""
     misses: int
-    """Samples whose activations were computed."""
-    mismatches: int = 0
-    """Of these, the ones stored for another input: a changed data set or transform."""
+    """Samples that came from the store, and that were computed."""
+    repeats: int
+    """Samples that were in the store when their batch came, whether they were served or not."""
     batches: int
-    stalls: int = 0
-    """Batches that had to wait for the disk."""
-    stall_s: float = 0.0
-    bytes_read: int = 0
-    bytes_written: int = 0
     size_bytes: int
     checks: int
     """Batches whose stored activations were compared with computed ones."""
     largest_error: float
     """Of those checks, relative."""
-    damaged: int = 0
-    """Stored samples that were found damaged; they count as misses."""
-    thread_cpu_s: float = 0.0
-    """CPU seconds of the reading and writing threads; they are part of the process's own."""
+    damaged: int
+    """Stored samples that could not be read again; they count as misses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,34 +13,41 @@ from torch.nn import functional
 
 
 def sp_loss(training: Tensor, reference: Tensor) -> Tensor:
-    """Return the similarity-preserving loss: the paper's plasticity (eq. 1).
+    """Return the similarity-preserving loss of two activations [B, ...]: the paper's plasticity.
 
-    `||S_T - S_R||_F² / B²` with `S = G / ||rows of G||` and `G = A Aᵀ` [B, B]. Source: Tung and
-    Mori, ICCV 2019. It compares how samples relate to each other, so that a rotation of the
-    features changes nothing.
+    `||S_T - S_R||_F² / B²` with `S = G / ||rows of G||` and `G = A Aᵀ` [B, B] (eq. 1). It compares
+    how samples relate to each other: a rotation of the features changes nothing. Source: Tung and
+    Mori, ICCV 2019.
+
+    Raises:
+        ValueError: they differ in B, or B is under 2.
     """
-    a_BD, r_BD = _rows(training, reference)
-    return sp_loss_of_grams(gram(a_BD), gram(r_BD))
+    if training.stride() != reference.stride():
+        training, reference = training.contiguous(), reference.contiguous()
+    return sp_loss_of_grams(gram(flatten_rows(training)), gram(flatten_rows(reference)))
 
 
-def sp_loss_of_grams(training: Tensor, reference: Tensor) -> Tensor:
-    """Return `sp_loss` from the grams [B, B] of both activations."""
-    _check_rows(training, reference)
-    return (_similarities(training) - _similarities(reference)).square().sum() / training.shape[
-        0
-    ] ** 2
+def sp_loss_of_grams(training_BB: Tensor, reference_BB: Tensor) -> Tensor:
+    """Return `sp_loss` from the grams of both activations."""
+    num_rows = len(training_BB)
+    if num_rows != len(reference_BB) or num_rows < 2:
+        raise ValueError(
+            f"The SP loss compares two equal batches of at least 2 samples, found {num_rows} and "
+            f"{len(reference_BB)}. Evaluate both models on the same batch."
+        )
+    difference_BB = _similarities(training_BB) - _similarities(reference_BB)
+    return difference_BB.square().sum() / num_rows**2
 
 
 def gram(a_BD: Tensor) -> Tensor:
-    """Return the inner products [B, B] of the rows [B, D], in the precision of the activation."""
+    """Return the inner products [B, B] of the rows, in the precision of the activation."""
     # A loop may call `run.step` under autocast, which would round these products to 16 bits.
     with torch.autocast(a_BD.device.type, enabled=False):
         return a_BD @ a_BD.T
 
 
 def pool_map(a: Tensor, largest_map: int) -> Tensor:
-    """Average-pool a feature map until neither side exceeds `largest_map` pixels by a factor of
-    two.
+    """Average-pool a feature map until no side is twice as long as `largest_map`, or more.
 
     Args:
         a: activation; only the shape [B, C, H, W] is pooled, any other comes back as it is.
@@ -59,27 +66,11 @@ def pool_map(a: Tensor, largest_map: int) -> Tensor:
 
 def flatten_rows(a: Tensor) -> Tensor:
     """Return the activation [B, ...] as float32 rows [B, D]."""
-    # The order of the features does not matter as long as both sides share it,
-    # so a channels_last map is read in the order it lies in memory: a view instead of a strided
-    # copy.
+    # Both sides share the order of their features, whatever it is: a channels_last map is read as
+    # it lies in memory, a view instead of a strided copy.
     if a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last):
         a = a.permute(0, 2, 3, 1)
-    return a.reshape(a.shape[0], -1).float()
-
-
-def _rows(training: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    _check_rows(training, reference)
-    if training.stride() != reference.stride():
-        reference, training = reference.contiguous(), training.contiguous()
-    return flatten_rows(training), flatten_rows(reference)
-
-
-def _check_rows(training: Tensor, reference: Tensor) -> None:
-    if training.shape[0] != reference.shape[0] or training.shape[0] < 2:
-        raise ValueError(
-            f"The SP loss compares two equal batches of at least 2 samples, found "
-            f"{training.shape[0]} and {reference.shape[0]}. Evaluate both models on the same batch."
-        )
+    return a.flatten(1).float()
 
 
 def _similarities(gram_BB: Tensor) -> Tensor:

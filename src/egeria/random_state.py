@@ -1,14 +1,12 @@
-"""Random numbers: what they are drawn from, beginning it anew, and going on as if nothing had been
-drawn.
-"""
+"""The random states of Python, numpy and torch: kept, seeded, compared."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,7 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 
 @contextmanager
 def kept_random_state(model: nn.Module) -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch, on the CPU and the model's devices,
-    after the block.
-    """
+    """Restore all random states after the block, on the CPU and the model's devices."""
     before = RandomState.current()
     try:
         with torch.random.fork_rng(devices=accelerators_of(model)):
@@ -42,22 +38,18 @@ class RandomState:
 
     @classmethod
     def current(cls) -> RandomState:
-        """Return them as they are."""
+        """Return the states as they are."""
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
 
     def set(self) -> None:
-        """Go on from here: a model that draws random numbers in inference mode draws the same
-        again.
-        """
+        """Go on from here, so that what draws random numbers draws the same ones again."""
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
         torch.set_rng_state(self.of_torch)
 
 
 def seed_random_state(model: nn.Module, seed: int) -> None:
-    """Begin all random numbers anew: those of Python, numpy and torch, on the CPU and the model's
-    devices alone.
-    """
+    """Seed Python, numpy and torch, on the CPU and the model's devices alone."""
     random.seed(seed)
     np.random.seed(seed)
     for generator in generators_of(model):
@@ -72,25 +64,21 @@ def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
     return (random.getstate(), key, position, of_numpy["has_gauss"], of_numpy["gauss"], *of_torch)
 
 
-def generators_of_accelerators(model: nn.Module) -> list[torch.Generator]:
-    """Return what random numbers come from on the accelerators that a model is on."""
-    return [torch.cuda.default_generators[index] for index in accelerators_of(model)]
-
-
 def generators_of(model: nn.Module) -> list[torch.Generator]:
     """Return what torch draws from, on the CPU and on the accelerators that a model is on."""
-    return [torch.default_generator, *generators_of_accelerators(model)]
+    of_cuda = torch.cuda.default_generators
+    return [torch.default_generator, *(of_cuda[index] for index in accelerators_of(model))]
 
 
 def restoring(source: Any) -> Callable[[], object]:
     """Return what gives a generator, or the module of a global one, the state that it has now."""
     if isinstance(source, np.random.Generator):
-        return functools.partial(setattr, source.bit_generator, "state", source.bit_generator.state)
+        return partial(setattr, source.bit_generator, "state", source.bit_generator.state)
     if isinstance(source, random.SystemRandom):
         return lambda: None  # it has no state
     if hasattr(source, "getstate"):  # Python's
-        return functools.partial(source.setstate, source.getstate())
-    return functools.partial(source.set_state, source.get_state())
+        return partial(source.setstate, source.getstate())
+    return partial(source.set_state, source.get_state())
 
 
 def accelerators_of(model: nn.Module) -> list[int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from egeria.controller import Controller, ControllerStatus, Report, Request
+from egeria.controller.inline import Answer, Controller, Report, State, Ticket
 from egeria.events import ReferenceRefreshed
 from egeria.model.batch import Batch
 
@@ -22,38 +21,30 @@ class ScriptedController(Controller):
     raises what a failing evaluation would."""
     refreshing: Callable[[nn.Module], None] = lambda model: None
     """Called at each refresh with the model; may raise."""
-    requests: list[Request] = field(default_factory=list, init=False)
+    requests: list[Ticket] = field(default_factory=list, init=False)
     closed: bool = field(default=False, init=False)
     _reports: list[Report] = field(default_factory=list, init=False)
 
-    def refresh(
-        self,
-        evaluation: int,
-        model: nn.Module,
-        batch: Batch | None,
-        state: Mapping[str, Any] | None = None,
-    ) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
         """Do what the script does at a refresh; nothing for a run that is resumed."""
         if state is None:
             self.refreshing(model)
-            made = ReferenceRefreshed(
-                step=0, evaluation=evaluation, builder="script", wall_s=0.0, cpu_s=0.0
-            )
+            made = ReferenceRefreshed(step=0, evaluation=0, builder="script", wall_s=0, cpu_s=0)
             self._reports.append(made)
         return True
 
-    def submit(self, request: Request) -> None:
+    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
         """Note the request and read the script."""
-        self.requests.append(request)
-        ticket = request.ticket
-        self._reports.append(ticket.reading(self.readings(ticket.evaluation, ticket.module)))
+        self.requests.append(ticket)
+        value = self.readings(ticket.evaluation, ticket.module)
+        self._reports.append(Answer(ticket, value))
 
-    def poll(self) -> ControllerStatus:
+    def poll(self) -> list[Report]:
         """Return what was read since the last call."""
         reports, self._reports = self._reports, []
-        return ControllerStatus(reports=reports)
+        return reports
 
-    def close(self) -> ControllerStatus:
+    def close(self) -> list[Report]:
         """Note that the run let go."""
         self.closed = True
         return self.poll()

@@ -1,5 +1,4 @@
-"""Nested tensors: the tuples, lists, dictionaries and model outputs that `forward` takes and
-returns.
+"""Nested tensors: what `forward` takes and returns.
 
 A *tree* is a tensor, a container of trees, or any other value, which stays as it is.
 """
@@ -29,9 +28,7 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
 
 
 def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield what `leaves` does, each after its path, which `name` begins: ".kwargs.mask",
-    ".args.0".
-    """
+    """Yield what `leaves` does, each after its path, such as ".args.0", behind `name`."""
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, (Mapping, tuple, list)):
@@ -43,36 +40,28 @@ def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a tree and of the objects in it, each after its path.
 
     Unlike the other functions this one looks into objects of any class, such as the key-value
-    caches of `transformers`; modules, classes and functions are skipped, and so is what
-    `unreadable` names.
+    caches of `transformers`, but not into modules, classes and functions.
     """
-    return (
-        (path, entry)
-        for path, entry in _walk(value, name)
-        if isinstance(entry, Tensor) or is_plain(entry)
-    )
+    found = _walk(value, name)
+    return (entry for entry in found if isinstance(entry[1], Tensor) or is_plain(entry[1]))
 
 
 def unreadable(value: Any, name: str = "") -> str:
-    """Return the path and the type of the first thing whose contents `contents` does not give; ''
-    where it gives all.
+    """Return the path and the type of the first thing that `contents` leaves out; '' for none.
 
-    Such as an array of numpy, a set, a generator, an object without attributes, or a tensor that is
-    not plain memory.
+    Such as an array of numpy, a set, a generator, or a tensor that is not plain memory.
     """
-    found = (
-        f"{path} ({type(entry).__qualname__})"
-        for path, entry in _walk(value, name)
-        if not _is_readable(entry)
-    )
-    return next(found, "")
+    for path, entry in _walk(value, name):
+        if not _is_readable(entry):
+            return f"{path} ({type(entry).__qualname__})"
+    return ""
 
 
 def _walk(value: Any, name: str, inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
     """Yield tensors, plain values, and whatever has something in it that cannot be seen."""
     if is_plain(value) or isinstance(value, Tensor):
         yield name, value
-    elif id(value) not in inside and not _is_code(value):
+    elif id(value) not in inside and not callable(value) and not isinstance(value, ModuleType):
         is_container, is_too_deep = isinstance(value, _CONTAINERS), len(inside) > _DEEPEST
         entries = [] if is_too_deep else _entries(value)
         if is_too_deep or not (is_container or (entries and not isinstance(value, Collection))):
@@ -84,13 +73,8 @@ def _walk(value: Any, name: str, inside: frozenset[int] = frozenset()) -> Iterat
 def _is_readable(entry: Any) -> bool:
     if not isinstance(entry, Tensor):
         return is_plain(entry)
-    return entry.layout is torch.strided and not (
-        entry.is_quantized or entry.is_meta or entry.is_nested
-    )
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (type, ModuleType, torch.nn.Module)) or callable(value)
+    is_special = entry.is_quantized or entry.is_meta or entry.is_nested
+    return entry.layout is torch.strided and not is_special
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
@@ -99,25 +83,19 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, _CONTAINERS):
         return list(enumerate(value))
     slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
-    return [
-        *getattr(value, "__dict__", {}).items(),
-        *((s, getattr(value, s)) for s in slots if hasattr(value, s)),
-    ]
+    in_slots = [(slot, getattr(value, slot)) for slot in slots if hasattr(value, slot)]
+    return [*getattr(value, "__dict__", {}).items(), *in_slots]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Return the tree with `function` applied to each tensor; containers keep their type.
-
-    A mapping type that cannot be rebuilt from its items (a required constructor argument, say)
-    becomes a plain dictionary.
-    """
+    """Return the tree with `function` applied to each tensor; containers keep their type."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
         items = {key: map_tensors(function, value) for key, value in tree.items()}
         try:
             return type(tree)(items)  # type: ignore[call-arg]
-        except TypeError:
+        except TypeError:  # its constructor takes something else
             return items
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, value) for value in tree))
@@ -137,21 +115,15 @@ def requires_grad(tree: Tree) -> bool:
 
 
 def first_activation(tree: Tree) -> Tensor | None:
-    """Return the first floating-point tensor with at least two dimensions, or None.
-
-    Transformer layers return tuples whose first such member is the hidden state; model outputs of
-    `transformers` keep it first as well.
-    """
-    return next(
-        (tensor for tensor in leaves(tree) if tensor.is_floating_point() and tensor.dim() > 1), None
-    )
+    """Return the first floating-point tensor of two dimensions or more, or None."""
+    found = (tensor for tensor in leaves(tree) if tensor.is_floating_point() and tensor.dim() > 1)
+    return next(found, None)
 
 
 def take_rows(tree: Tree, count: int) -> Tree:
-    """Return the first `count` rows of every tensor, if all tensors agree on their number of rows.
+    """Return the first `count` rows of every tensor, or the tree where their numbers differ.
 
-    Where they do not agree (a mask shared by the batch, sequence-first layouts next to vectors) the
-    tree is returned whole: a wrong cut would change what the model computes.
+    They do where the batch shares a mask: a wrong cut would change what the model computes.
     """
     rows = num_rows(tree)
     if rows is None or rows <= count:

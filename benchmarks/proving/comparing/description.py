@@ -32,7 +32,8 @@ HOW_COMPUTE = """\
 - Compute skipped is the share of the run's floating-point work that was not done: backward passes of frozen layer
   modules, and of those updated at some steps only, at the others; and forward passes for the samples that stored
   activations served. Backward is as much work as forward, and as much again for the gradients of weights, as far as
-  they train. What measuring takes is not taken off: it is in the times."""
+  they train. Of 'short' it is the share of the steps that were not made. What measuring takes is not taken off: it is
+  in the times."""
 HOW_LOSS = f"""\
 - A mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively, counts as none."""
 

@@ -13,6 +13,9 @@ from benchmarks.proving.running import runfile
 from benchmarks.proving.running.course import CPU, EPOCH, JUDGED, WALL
 from benchmarks.proving.running.runfile import RunFile
 
+SHORT = "short"
+"""Policy that makes fewer steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -105,18 +108,27 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
             f"The journal of {run.name} must have {num_evaluations} evaluations; {directory} has "
             f"{len(evaluations)}. Remove that directory and make the run again."
         )
-    # What is not trained, or is left out, without being a front of layer modules is in no journal.
-    is_known = run.policy.is_plain or run.policy.is_watched or bool(journal.cut["modules"])
     return Outcome(
         run=run,
         directory=directory,
         evaluations=evaluations,
-        skipped=measure_skipped(journal) if is_known else UNKNOWN,
+        skipped=_skipped(run, journal),
         spans=spans(journal, run.recipe["steps_per_epoch"]),
         num_modules=len(journal.cut["modules"]),
         remarks=_remarks(journal),
         judged=_judged(journal, run.workload.metric),
     )
+
+
+def _skipped(run: RunFile, journal: Journal) -> Skipped:
+    """Return what a run left out; of steps that were not made, `short` has none of the work."""
+    if run.policy.name == SHORT:
+        return Skipped(
+            backward=1 - journal.last_step / (run.recipe["num_epochs"] * run.recipe["steps_per_epoch"]), forward=0.0
+        )
+    # What is not trained without being a front of layer modules is in no journal.
+    is_known = run.policy.is_plain or run.policy.is_watched or bool(journal.cut["modules"])
+    return measure_skipped(journal) if is_known else UNKNOWN
 
 
 def _judged(journal: Journal, metric: str) -> float | None:

@@ -28,8 +28,8 @@ class Skipped:
     """Shares of the floating-point work of the whole run: forward, backward, and the gradients of what trains."""
 
     backward: float | None
-    """Backward passes of frozen layer modules; None where something froze and nobody profiled the model, and in runs
-    of an earlier egeria that updated layer modules at some steps only."""
+    """Backward passes of frozen layer modules, and steps that were not made; None where something froze and nobody
+    profiled the model, and in runs of an earlier egeria that updated layer modules at some steps only."""
     forward: float | None
     """Forward passes that were not made because the activations came from the cache, by samples served."""
 

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from benchmarks.workloads.text import characters, pairs, squad, sst2, tags, topics, translation
+from benchmarks.workloads.text import characters, mpnet, news, pairs, squad, sst2, tags, topics, translation
+from benchmarks.workloads.text.fine_tuning import Recipe
 from benchmarks.workloads.text.recipes import (
     BASE_WMT,
     CHARACTERS,
+    NEWS,
+    NEWS_BODIES,
     PAIRS,
     SQUAD,
     SST2,
     SST2_LORA,
+    SST2_LORA_CHECKPOINTS,
+    SST2_MPNET,
     TAGS,
     TINY_MULTI30K,
     TOPICS,
 )
 from benchmarks.workloads.text.schedules import linear
-from benchmarks.workloads.workload import Workload
+from benchmarks.workloads.workload import Training, Workload
+
+
+def _accuracy(
+    name: str, build: Callable[..., Training], recipes: Mapping[str, Recipe], *, is_held_out: bool = False, **how: Any
+) -> Workload:
+    """Return a workload that tells classes apart; `how` goes to `build`."""
+    return Workload(
+        name=name,
+        metric="accuracy",
+        higher_is_better=True,
+        is_relative=False,
+        paper="",
+        is_held_out=is_held_out,
+        tiers=tuple(recipes),
+        build=partial(build, recipes=recipes, **how),
+    )
+
 
 WORKLOADS: tuple[Workload, ...] = (
     Workload(
@@ -56,6 +80,16 @@ WORKLOADS: tuple[Workload, ...] = (
         build=partial(characters.build, recipes=CHARACTERS),
     ),
     Workload(
+        name="gpt-characters-news",
+        metric="perplexity",
+        higher_is_better=False,
+        is_relative=True,
+        paper="",
+        is_held_out=True,
+        tiers=tuple(NEWS),
+        build=partial(news.build, recipes=NEWS, bodies=NEWS_BODIES),
+    ),
+    Workload(
         name="bert-squad",
         metric="f1",
         higher_is_better=True,
@@ -64,69 +98,13 @@ WORKLOADS: tuple[Workload, ...] = (
         tiers=tuple(SQUAD),
         build=partial(squad.build, recipes=SQUAD),
     ),
-    Workload(
-        name="bert-sst2",
-        metric="accuracy",
-        higher_is_better=True,
-        is_relative=False,
-        paper="",
-        tiers=tuple(SST2),
-        build=partial(sst2.build, recipes=SST2),
-    ),
-    Workload(
-        name="bert-sst2-lora",
-        metric="accuracy",
-        higher_is_better=True,
-        is_relative=False,
-        paper="",
-        is_held_out=True,
-        tiers=tuple(SST2_LORA),
-        build=partial(sst2.build, recipes=SST2_LORA, adapt=sst2.with_adapters),
-    ),
-    Workload(
-        name="bert-sst2-last-layer",
-        metric="accuracy",
-        higher_is_better=True,
-        is_relative=False,
-        paper="",
-        tiers=tuple(SST2),
-        build=partial(sst2.build, recipes=SST2, adapt=sst2.last_layer),
-    ),
-    Workload(
-        name="bert-tags",
-        metric="accuracy",
-        higher_is_better=True,
-        is_relative=False,
-        paper="",
-        tiers=tuple(TAGS),
-        build=partial(tags.build, recipes=TAGS),
-    ),
-    Workload(
-        name="bert-pairs",
-        metric="accuracy",
-        higher_is_better=True,
-        is_relative=False,
-        paper="",
-        tiers=tuple(PAIRS),
-        build=partial(pairs.build, recipes=PAIRS),
-    ),
-    Workload(
-        name="bert-cases",
-        metric="accuracy",
-        higher_is_better=True,
-        is_relative=False,
-        paper="",
-        tiers=tuple(TAGS),
-        build=partial(tags.build, recipes=TAGS, read=tags.read_cased, tags=tags.CASES, schedule=linear),
-    ),
-    Workload(
-        name="bert-topics",
-        metric="accuracy",
-        higher_is_better=True,
-        is_relative=False,
-        paper="",
-        is_held_out=True,
-        tiers=tuple(TOPICS),
-        build=partial(topics.build, recipes=TOPICS),
-    ),
+    _accuracy("bert-sst2", sst2.build, SST2),
+    _accuracy("bert-sst2-lora", sst2.build, SST2_LORA, adapt=sst2.with_adapters),
+    _accuracy("bert-sst2-lora-checkpoints", sst2.build, SST2_LORA_CHECKPOINTS, adapt=sst2.with_checkpoints),
+    _accuracy("bert-sst2-last-layer", sst2.build, SST2, adapt=sst2.last_layer),
+    _accuracy("mpnet-sst2", sst2.build, SST2_MPNET, load=mpnet.classifier),
+    _accuracy("bert-tags", tags.build, TAGS),
+    _accuracy("bert-pairs", pairs.build, PAIRS),
+    _accuracy("bert-cases", tags.build, TAGS, read=tags.read_cased, tags=tags.CASES, schedule=linear),
+    _accuracy("bert-topics", topics.build, TOPICS, is_held_out=True),
 )

@@ -40,6 +40,7 @@ class GptRecipe:
     num_train: int
     """Characters from the beginning of the training text."""
     num_held_out: int
+    num_judged: int = 0
     batch_size: int
     num_epochs: int
     peak_rate: float
@@ -150,7 +151,7 @@ class Perplexity:
 
 
 def build(setting: Setting, *, recipes: Mapping[str, GptRecipe]) -> Training:
-    """Make a training run.
+    """Make a training run from scratch.
 
     Args:
         setting: what is asked for.
@@ -160,20 +161,41 @@ def build(setting: Setting, *, recipes: Mapping[str, GptRecipe]) -> Training:
         MissingDataError: the data are not there.
     """
     recipe = recipes[setting.tier]
-    train = Windows(read_text(setting, "train", recipe.num_train), recipe.length)
-    held_out = Windows(read_text(setting, "dev", recipe.num_held_out), recipe.length)
+    train, held_out = (
+        read_text(setting, *part) for part in (("train", recipe.num_train), ("dev", recipe.num_held_out))
+    )
+    torch.manual_seed(setting.seed)
+    return make_training(setting, recipe, Gpt(recipe), train=train, held_out=held_out)
+
+
+def make_training(
+    setting: Setting, recipe: GptRecipe, network: Gpt, *, train: Tensor, held_out: Tensor, judged: Tensor | None = None
+) -> Training:
+    """Return the run that trains a network on a text: AdamW, a cosine with warmup, gradients clipped to norm 1.
+
+    Args:
+        setting: what is asked for.
+        recipe: of the tier.
+        network: new or trained.
+        train: the text, as numbers.
+        held_out: for each evaluation.
+        judged: asked once at the end; without any there is no judge.
+    """
     loader: DataLoader[Any] = DataLoader(
-        train,
+        Windows(train, recipe.length),
         batch_size=recipe.batch_size,
         shuffle=True,
         drop_last=True,
         generator=torch.Generator().manual_seed(setting.seed),
     )
-    torch.manual_seed(setting.seed)
-    model = Gpt(recipe).to(setting.device)
+    model = network.to(setting.device)
     optimizer = AdamW(model.parameters(), lr=recipe.peak_rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay)
     num_steps = recipe.num_epochs * len(loader)
     loss = NextCharacter(device=setting.device)
+
+    def judge(text: Tensor) -> Perplexity:
+        return Perplexity(windows=Windows(text, recipe.length), loss=loss, batch_size=4 * recipe.batch_size)
+
     return Training(
         model=model,
         loader=loader,
@@ -181,7 +203,8 @@ def build(setting: Setting, *, recipes: Mapping[str, GptRecipe]) -> Training:
         scheduler=cosine(optimizer, round(recipe.warmup_share * num_steps), num_steps),
         num_epochs=recipe.num_epochs,
         loss=loss,
-        evaluate=Perplexity(loss=loss, windows=held_out, batch_size=4 * recipe.batch_size),
+        evaluate=judge(held_out),
+        judge=None if judged is None else judge(judged),
         clip_norm=1.0,
         number_format=in_place_of_bfloat16(setting.device),
         evaluations_per_epoch=recipe.evaluations_per_epoch,
@@ -194,7 +217,10 @@ def read_text(setting: Setting, split: str, count: int) -> Tensor:
     Raises:
         MissingDataError: the data are not there.
     """
-    paragraphs = dict.fromkeys(question.context for question in read_questions(setting.data, split))
+    return encode("\n".join(dict.fromkeys(question.context for question in read_questions(setting.data, split))), count)
+
+
+def encode(text: str, count: int) -> Tensor:
+    """Return the first characters of a text as numbers."""
     numbers = {character: number for number, character in enumerate(PRINTABLE)}
-    text = "\n".join(paragraphs)[:count]
-    return torch.tensor([numbers.get(character, UNKNOWN) for character in text])
+    return torch.tensor([numbers.get(character, UNKNOWN) for character in text[:count]])

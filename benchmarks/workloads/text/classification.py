@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -12,14 +13,19 @@ from torch.nn import functional
 
 from benchmarks.workloads.text.batching import sorted_batches
 from benchmarks.workloads.text.fine_tuning import Recipe, Rows, fine_tuning, run_network
-from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
+from benchmarks.workloads.text.minilm import classifier
 from benchmarks.workloads.text.schedules import Schedule, linear
 from benchmarks.workloads.workload import Setting, Training
 
 if TYPE_CHECKING:
-    from transformers import BertTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
+Load = Callable[[Path, int], "tuple[nn.Module, PreTrainedTokenizerFast]"]
+"""Takes the data folder and a number of classes; returns a pretrained network for them, and its tokenizer.
+
+Raises: MissingDataError.
+"""
 IGNORED = -100
 """Label of what has none; the number that `cross_entropy` leaves out."""
 
@@ -62,11 +68,12 @@ def classify(
     held_out: Sequence[T],
     judged: Sequence[T],
     num_labels: int,
-    make_rows: Callable[[Sequence[T], BertTokenizerFast, int], Rows],
+    make_rows: Callable[[Sequence[T], PreTrainedTokenizerFast, int], Rows],
+    load: Load = classifier,
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
     schedule: Schedule = linear,
 ) -> Training:
-    """Make a run that trains MiniLM to tell classes of texts apart.
+    """Make a run that trains MiniLM, or another network, to tell classes of texts apart.
 
     Args:
         setting: what is asked for.
@@ -76,19 +83,15 @@ def classify(
         judged: asked once at the end; without any there is no judge.
         num_labels: classes.
         make_rows: returns the rows of such texts, of so many tokens at most.
+        load: returns the pretrained network with its tokenizer.
         adapt: takes the network with pretrained values, and returns what is trained.
         schedule: of the learning rate.
 
     Raises:
         MissingDataError: the weights or a package are not there.
     """
-    from transformers import BertForSequenceClassification  # noqa: PLC0415 (as in `minilm`)
-
-    weights = find_weights(setting.data)
-    tokenizer = load_tokenizer(weights)
     torch.manual_seed(setting.seed)
-    model = BertForSequenceClassification(load_config(weights, num_labels=num_labels))
-    load_weights(model.bert, weights)
+    model, tokenizer = load(setting.data, num_labels)
     quality, judge = (
         ClassificationAccuracy(
             rows=make_rows(texts, tokenizer, recipe.longest), device=setting.device, batch_size=2 * recipe.batch_size
@@ -107,7 +110,7 @@ def classify(
     )
 
 
-def label_rows(sentences: Sequence[tuple[str, int]], tokenizer: BertTokenizerFast, longest: int) -> Rows:
+def label_rows(sentences: Sequence[tuple[str, int]], tokenizer: PreTrainedTokenizerFast, longest: int) -> Rows:
     """Return one row for each sentence, with its label.
 
     Args:

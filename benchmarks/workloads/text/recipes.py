@@ -197,6 +197,23 @@ SST2_LORA = {
     "gpu": replace(SST2["gpu"], peak_rate=LORA_RATE),
 }
 
+SST2_LORA_CHECKPOINTS = {**SST2_LORA, "cpu": replace(SST2_LORA["cpu"], num_train=8_000)}
+SST2_MPNET = {
+    "smoke": replace(SST2["smoke"], num_train=64, num_held_out=40, num_judged=60, evaluations_per_epoch=1),
+    "cpu": replace(
+        SST2["cpu"],
+        num_train=2400,
+        num_held_out=300,
+        num_judged=3000,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=5e-5,
+        evaluations_per_epoch=2,
+    ),
+    "gpu": SST2["gpu"],
+}
+"""A network of 110 million parameters; tier 'long' would take a day."""
+
 TAGS = {
     "smoke": FineTuning(
         longest=64,
@@ -365,3 +382,17 @@ CHARACTERS = {
     ),
 }
 """A small GPT; tier 'gpu' has the size that is usual for a megabyte of plays, on ten."""
+
+_NEWS_BODY = replace(CHARACTERS["cpu"], num_layers=6, num_train=3_000_000)
+NEWS_BODIES = {
+    "smoke": replace(CHARACTERS["smoke"], num_layers=6),
+    "cpu": _NEWS_BODY,
+    "gpu": CHARACTERS["gpu"],
+}
+_NEWS = replace(_NEWS_BODY, num_train=800_000, num_judged=320_000, peak_rate=5e-4)
+NEWS = {
+    "smoke": replace(NEWS_BODIES["smoke"], num_judged=4_000, peak_rate=5e-4),
+    "cpu": _NEWS,
+    "gpu": replace(CHARACTERS["gpu"], num_train=1_200_000, num_held_out=380_000, num_judged=320_000, peak_rate=3e-4),
+}
+"""A GPT that has learned Wikipedia by `NEWS_BODIES`, on news and debates."""

@@ -1,4 +1,4 @@
-"""Telling positive from negative sentences: fine-tuning MiniLM on SST-2, whole, its end, or through adapters."""
+"""Telling positive from negative sentences: fine-tuning on SST-2, whole, its end, or through adapters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from benchmarks.workloads.text.classification import classify, label_rows
+from benchmarks.workloads.text.classification import Load, classify, label_rows
 from benchmarks.workloads.text.corpora import read_sentiments
 from benchmarks.workloads.text.fine_tuning import Recipe
+from benchmarks.workloads.text.minilm import classifier
 from benchmarks.workloads.text.sampling import hold_out, sample
 from benchmarks.workloads.workload import MissingDataError, Setting, Training
 
@@ -42,6 +43,19 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return adapted
 
 
+def with_checkpoints(model: nn.Module) -> nn.Module:
+    """Train adapters, and make what is inside of each layer again for its backward pass (Chen et al., 2016).
+
+    Raises:
+        MissingDataError: peft is not installed.
+    """
+    with warnings.catch_warnings():
+        # The name that transformers 5.0 has, and later ones call deprecated.
+        warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable`", category=FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return with_adapters(model)
+
+
 def last_layer(model: nn.Module) -> nn.Module:
     """Train the last layer, the pooler and the classifier, as one does with little data: what is before them rests."""
     for parameter in [*model.bert.embeddings.parameters(), *model.bert.encoder.layer[:-1].parameters()]:
@@ -50,13 +64,18 @@ def last_layer(model: nn.Module) -> nn.Module:
 
 
 def build(
-    setting: Setting, *, recipes: Mapping[str, Recipe], adapt: Callable[[nn.Module], nn.Module] = whole
+    setting: Setting,
+    *,
+    recipes: Mapping[str, Recipe],
+    load: Load = classifier,
+    adapt: Callable[[nn.Module], nn.Module] = whole,
 ) -> Training:
     """Make a training run.
 
     Args:
         setting: what is asked for.
         recipes: by tier.
+        load: returns the pretrained network, as `classify` takes it.
         adapt: takes the network with pretrained values, and returns what is trained.
 
     Raises:
@@ -73,5 +92,6 @@ def build(
         judged=judged,
         num_labels=2,
         make_rows=label_rows,
+        load=load,
         adapt=adapt,
     )

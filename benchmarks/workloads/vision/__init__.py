@@ -5,7 +5,7 @@ Every metric is in %, so that a point is a point.
 
 from functools import partial
 
-from benchmarks.workloads.vision import transfer
+from benchmarks.workloads.vision import efficient, transfer
 from benchmarks.workloads.vision.modern import MODERN
 from benchmarks.workloads.vision.recipe import (
     SCHEDULES,
@@ -38,6 +38,8 @@ WORKLOADS: tuple[Workload, ...] = (
     _workload(transfer.CLASSES, cosine_schedule),
     _workload(transfer.SMALLER, linear_schedule),
     _workload(transfer.SCENES, linear_schedule),
+    _workload(efficient.WITH_ADAMW, warm_cosine_schedule),
+    _workload(efficient.WITH_SGD, warm_cosine_schedule),
 )
 
 __all__ = ["WORKLOADS"]

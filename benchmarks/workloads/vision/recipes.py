@@ -154,3 +154,37 @@ TRANSFER_RECIPES: dict[str, dict[str, Recipe]] = {
     },
 }
 """Of networks that begin with what they learned on CIFAR-10."""
+
+_IMAGENET_TRANSFER = replace(
+    _TINYIMAGENET20_TRANSFER,
+    size=(64, 64),
+    crop=(64, 64),
+    padding=8,
+    num_epochs=3,
+    lr=1e-3,
+    weight_decay=0.01,
+    is_adamw=True,
+    warmup=0.1,
+)
+_WITH_ADAMW = {
+    "gpu": replace(_IMAGENET_TRANSFER, num_epochs=20),
+    "cpu": replace(
+        _IMAGENET_TRANSFER, is_mixed=False
+    ),  # as for MobileNetV2; a step takes 1.7 times as long in bfloat16
+    "smoke": replace(
+        _IMAGENET_TRANSFER,
+        num_train=160,
+        num_held_out=40,
+        num_judged=100,
+        num_epochs=2,
+        batch_size=40,
+        is_mixed=False,
+    ),
+}
+EFFICIENT_RECIPES: dict[str, dict[str, Recipe]] = {
+    "efficientnet-tinyimagenet20-transfer": _WITH_ADAMW,
+    "efficientnet-tinyimagenet20-transfer-sgd": {
+        tier: replace(recipe, is_adamw=False, lr=0.02, weight_decay=1e-4) for tier, recipe in _WITH_ADAMW.items()
+    },
+}
+"""Of a network that begins with what it learned on ImageNet."""

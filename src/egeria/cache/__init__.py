@@ -1,21 +1,6 @@
-"""Stored activations: what a frozen front puts out, kept by sample and read back ahead of its use
-(paper §4.3).
-"""
+"""The activation cache: what a frozen front gives, stored and given back (paper §4.3)."""
 
-from egeria.cache.cache import ActivationCache
-from egeria.cache.decision import Outlook
-from egeria.cache.loader import SampleFeed, ShardSampler, length_of
-from egeria.cache.memory import MemoryCache
-from egeria.cache.samples import NoSamplesError
-from egeria.cache.store.codec import StoreError
+from egeria.cache.cache import Cache
+from egeria.cache.sampler import ShardSampler
 
-__all__ = [
-    "ActivationCache",
-    "MemoryCache",
-    "NoSamplesError",
-    "Outlook",
-    "SampleFeed",
-    "ShardSampler",
-    "StoreError",
-    "length_of",
-]
+__all__ = ["Cache", "ShardSampler"]

@@ -1,92 +1,224 @@
-"""`ActivationCache`: skips the frozen front with what is stored on the disk, by sample."""
+"""`Cache`: training passes that leave the frozen front out where their input was there before."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
-from egeria.cache.base import WHAT, Cache, Opening
-from egeria.cache.decision import GenerationOpener
-from egeria.cache.forward_modes import TimedForward
-from egeria.cache.loader import SampleFeed
-from egeria.cache.samples import BatchIndices, NoSamplesError
+import torch
+from torch import nn
+
+from egeria.cache.boundary import Boundary, require
+from egeria.cache.generation import Found, Generation
+from egeria.cache.lookahead import LookAhead
+from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
+from egeria.config import CacheConfig
+from egeria.errors import UncacheableError, brief
+from egeria.events import CacheDecided
+from egeria.journal import Recorder
 from egeria.model.batch import Batch
+from egeria.model.cut import LayerModule
 
-OTHER_LOADER = (
-    "the loader given to attach does not hand out the batches that the model is called with; give "
-    "it the one that the "
-    "loop iterates over, such as `accelerator.prepare` returns"
-)
-PATIENCE = 4
-"""Times as many forwards are waited for one whose samples are known."""
+WHAT = "skipping the frozen forward pass"
+LEAST_EPOCHS = 1.2
+"""Epochs that the front must stay frozen: the first one fills the store."""
 
 
-@dataclass(kw_only=True, eq=False)
-class ActivationCache(Cache):
-    """Makes the training forwards of a model with a frozen front, with a store on the disk."""
+class Cache:
+    """Makes the training passes of a model whose front is frozen, and fills itself by them.
 
-    feed: SampleFeed | None
-    """Knows the samples of batches; None where they cannot be identified."""
-    directory: Path
-    """Where stores go."""
-    _longest: int | None = None
-    _is_other_loader: bool = False
-    """Whether nothing is stored only because the batches come from another loader, so far."""
+    A store that fails, a boundary that cannot be proven or inputs that never come again cost the
+    saving, not the training: passes are computed from then on.
+
+    Args:
+        model: without wrappers.
+        settings: of the cache.
+        recorder: journals what it does.
+        spend: takes the seconds of ours, wall-clock and CPU, within an iteration of the user's.
+        directory: where a file may go; None where nothing is written.
+        loader: of the user; None where it was not given.
+        num_batches: of an epoch; None where nobody knows.
+        num_local: processes of this host that share its memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        settings: CacheConfig,
+        recorder: Recorder,
+        spend: Callable[[float, float], None],
+        directory: Path | None,
+        loader: Any,
+        num_batches: int | None,
+        num_local: int,
+    ) -> None:
+        self._model, self._settings, self._recorder = model, settings, recorder
+        self._spend, self._directory, self._loader = spend, directory, loader
+        self._num_batches, self._num_local = num_batches, num_local
+        self._generation: Generation | None = None
+        self._ahead: LookAhead | None = None
+        self._number = 0
+        self._is_own_pass = False
+
+    def follow(self, modules: Sequence[LayerModule], epochs_ahead: float | None) -> None:
+        """Move the boundary behind these frozen layer modules; what was stored before goes.
+
+        Args:
+            modules: front to back; none for nothing.
+            epochs_ahead: for how long it stays there; None where nobody knows.
+        """
+        self.close()
+        if not modules:
+            return
+        self._number += 1
+        is_timed = self._settings.gate != "open"
+        if is_timed and epochs_ahead is not None and epochs_ahead < LEAST_EPOCHS:
+            self._decide(
+                modules[-1].name,
+                f"the boundary may move or the run end within {epochs_ahead:.1f} epochs, and "
+                f"storing takes at least {LEAST_EPOCHS:g} to pay",
+            )
+            return
+        try:
+            boundary, store = Boundary(self._model, modules), self._make_store()
+        except (UncacheableError, OSError) as error:
+            self.refuse(modules[-1].name, str(error))
+            return
+        self._generation = Generation(
+            boundary,
+            store,
+            number=self._number,
+            num_batches=self._num_batches,
+            verify_batches=self._settings.verify_batches,
+            is_timed=is_timed,
+            decline=self._recorder.decline,
+        )
+        self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
+        attributes = vars(self._model)
+        attributes["forward"] = CachedForward(self, self._model, attributes.get("forward"))
+        if isinstance(store, FileStore):
+            expect, decline = self._generation.expect, self._recorder.decline
+            self._ahead = LookAhead.over(self._loader, expect, decline)
 
     def close(self) -> None:
-        """Stop everything, free what was stored and give the loader back; more than once is no
-        error.
-        """
-        super().close()
-        if self.feed is not None:
-            self.feed.close()
+        """Leave the model and the loader as they were found; can be called again."""
+        generation, self._generation = self._generation, None
+        attributes = vars(self._model)
+        found = attributes.get("forward")
+        if isinstance(found, CachedForward):
+            attributes.pop("forward")
+            if found.own_forward is not None:
+                attributes["forward"] = found.own_forward
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        if generation is not None:
+            generation.close()
+            self._recorder.write(generation.used(self._recorder.step))
 
-    def _find_samples(self, batch: Batch) -> BatchIndices | None:
-        """Return the samples of a batch, if they are known; learn how long they can be."""
-        mask = batch.kwargs.get("attention_mask")
-        if getattr(mask, "ndim", 0) == 2:
-            self._longest = max(self._longest or 0, int(mask.shape[1]))  # type: ignore[union-attr]
+    def refuse(self, boundary: str, reason: str) -> None:
+        """Compute from here on, for a reason that the user is told if the cache was asked for."""
+        self.close()
+        self._decide(boundary, reason)
+        if self._settings.enabled is True:
+            self._recorder.decline(WHAT, reason)
+
+    def forward(
+        self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a pass of the user's: without the front, or by the model's own forward, `call`."""
+        generation, found = self._generation, None
+        is_training = self._model.training and torch.is_grad_enabled() and not self._is_own_pass
+        if generation is None or not is_training or torch.compiler.is_compiling():
+            return call()
+        with self._guard(generation):
+            batch = Batch.of_call(args, kwargs, generation.boundary.device.type)
+            found = generation.look_up(batch)
+        if found is None or self._generation is not generation:
+            return call()
+        return self._make_pass(generation, call, found)
+
+    def _make_pass(self, generation: Generation, call: Callable[[], Any], found: Found) -> Any:
+        if found.kind is not None and found.value is not None:
+            output, failure = generation.serve(call, found, found.kind, found.value)
+            with self._guard(generation):
+                require(not failure, failure)
+                if self._ahead is not None:
+                    self._ahead.learn(found.batch)
+            return output
+        output, take_in = generation.fill(call, found)
+        with self._guard(generation):
+            take_in()
+        return output
+
+    @contextmanager
+    def _guard(self, generation: Generation) -> Iterator[None]:
+        """Count the seconds of the block as ours; an error in it ends the use of what is stored."""
+        begin, begin_cpu, self._is_own_pass = time.perf_counter(), time.process_time(), True
         try:
-            return None if self.feed is None else self.feed.take(batch.arguments)
-        except NoSamplesError as error:
-            self.refusal = str(error)
-            self._decline("storing activations", self.refusal)
-            if self.feed is not None:
-                self.feed.close()
-            self.feed = None
-            return None
+            yield
+        except Exception as error:
+            if self._generation is generation:  # else it has ended in the pass itself
+                reason = str(error)
+                if not isinstance(error, UncacheableError):
+                    self._recorder.fault("the activation cache", error)
+                    reason = f"it failed ({brief(error)})"
+                self.refuse(generation.boundary.name, reason)
+        finally:
+            self._is_own_pass = False
+            self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
-    def _has_seen_enough(self, timed: TimedForward, indices: BatchIndices | None) -> bool:
-        is_known = indices is not None or self.feed is None
-        return timed.has_seen_enough(1 if is_known else PATIENCE)
+    def _make_store(self) -> Store:
+        if not self._settings.is_on_disk:
+            return MemoryStore(self._limit_bytes)
+        directory = self._settings.directory or self._directory
+        if directory is None:
+            raise UncacheableError("there is no directory for a file")
+        return FileStore(Path(directory), self._settings.limit_bytes)
 
-    def _choose_mode(self, batch: Batch, indices: BatchIndices | None) -> None:
-        is_watched = indices is not None and bool(self._modules) and not self.refusal
-        if self._is_other_loader and self.is_idle and is_watched:
-            self._watch()
-        super()._choose_mode(batch, indices)
+    def _limit_bytes(self, stored_bytes: int) -> int:
+        """Return how much may be stored, where all processes of the host have stored as much."""
+        free_bytes = free_memory_bytes() + self._num_local * stored_bytes
+        return int(free_bytes * self._settings.memory_share / self._num_local)
 
-    def _open(self, batch: Batch, indices: BatchIndices | None, timed: TimedForward) -> Opening:
-        if self.feed is None:
-            return None, self.refusal, {}
-        self._is_other_loader = indices is None
-        if indices is None:
-            self._decline(WHAT, OTHER_LOADER)
-            return None, OTHER_LOADER, {}
-        opener = GenerationOpener(
-            model=self.model,
-            modules=self._modules,
-            feed=self.feed,
-            settings=self.settings,
-            directory=self.directory,
-            batch=batch,
-            indices=indices,
-            timed=timed,
-            outlook=self._outlook,
-            longest=self._longest,
-            number=self._number,
+    def _decide(self, boundary: str, reason: str, *, mode: str = "computed") -> None:
+        step, number = self._recorder.step, self._number
+        event = CacheDecided(
+            step=step, boundary=boundary, generation=number, mode=mode, reason=reason
         )
-        return opener.open()
+        self._recorder.write(event)
 
-    def _decline(self, what: str, reason: str) -> None:
-        self.recorder.decline(what, reason)
+
+class CachedForward:
+    """The `forward` of a model while the cache makes its passes; copies have the model's own."""
+
+    def __init__(self, cache: Cache, model: nn.Module, own_forward: Any) -> None:
+        self._cache, self._model, self.own_forward = cache, model, own_forward
+        self.__wrapped__: Callable[..., Any] = model.forward  # its signature is read from here
+
+    @property
+    def __code__(self) -> Any:
+        """What `torch.export` asks a `forward` for."""
+        return self.__wrapped__.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Have the cache make the pass."""
+        return self._cache.forward(partial(self.__wrapped__, *args, **kwargs), args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.own_forward is not None:
+            return copy.deepcopy(self.own_forward, memo)
+        return MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
+
+    def __reduce__(self) -> Any:
+        if self.own_forward is not None:
+            return itemgetter(0), ([self.own_forward],)
+        return getattr, (self._model, "forward")

@@ -1,187 +1,347 @@
-"""One generation: the activations of one boundary stored on the disk, and the training forwards
-that use them.
-"""
+"""`Generation`: what is stored behind one boundary, and the passes made with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from egeria.cache.fetcher import DEPTH, Fetcher, PrefetchedBatch
-from egeria.cache.fingerprint import agree
-from egeria.cache.forward_modes import StaleError, UserForward
-from egeria.cache.layout import BatchKeys, Layouts
-from egeria.cache.loader import SampleFeed
-from egeria.cache.samples import BatchIndices
-from egeria.cache.store.codec import Integers, Mask
-from egeria.cache.store.disk import DiskStore
-from egeria.cache.stored import LEAST_ROWS, SERVED_SHARE, StoredForward, take_rows
-from egeria.cache.writer import RowsInMemory, Writer
-from egeria.errors import EgeriaError
+from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
+from egeria.cache.probe import difference, prove, tolerance
+from egeria.cache.rows import Store, count_rows, row_keys, true_lengths
+from egeria.errors import brief
 from egeria.events import CacheUsed
 from egeria.model.batch import Batch
+from egeria.model.undisturbed import KEPT, keeps_outside, living
 
-LEAST_CHANGED, MOST_CHANGED = 32, 0.1
-"""Rows found that were stored for another input, at least, and their share of all rows found, above
-which inputs are taken to be augmented at random."""
-CHANGED = (
-    "samples come with other inputs than those that their activations were stored for, as where "
-    "inputs are augmented at random"
+LEAST_SHARE = 8
+"""One of so many rows of a batch must be known, or it is computed whole."""
+MORE_BATCHES, LEAST_REPEATS = 32, 0.05
+"""Batches more than an epoch has after which so many of the rows must have come again."""
+UNKNOWN_EPOCH = 10_000
+"""Batches of an epoch whose length nobody knows."""
+REVIEWED, COMPARED = 50, 8
+"""Batches from the store after which it is asked whether iterations have become shorter, and
+computed ones that are needed to tell."""
+MOST_WAITS = 8
+"""Passes that are waited for padding, without which nobody can show that it does not matter, and
+for a backward pass."""
+PACKED = (
+    "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
+    "again in the backward pass; checkpoint its layers instead"
 )
+PROMPTED = "an input of the model needs a gradient: something in front of it is in training"
+
+Call = Callable[[], Any]
+"""Makes a pass of the user's."""
 
 
-@dataclass(kw_only=True, eq=False)
-class Generation(StoredForward):
-    """Serves training forwards from the disk, and fills it."""
+@dataclass(kw_only=True)
+class Found:
+    """A batch that the model is called with, and what is known of it."""
 
-    layouts: Layouts
-    """How what crosses is laid out in the store."""
-    store: DiskStore
-    """The rows; closed with the generation."""
-    feed: SampleFeed
-    """Knows the samples of the next batches."""
+    batch: Batch
+    keys: list[bytes]
+    lengths: list[int] | None = None
+    known: list[int]
+    """Numbers of the rows that are stored."""
+    kind: Kind | None = None
+    value: Tensor | None = None
+    """What crosses, where the front can be left out."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.writer = Writer(self.store)
-        self.fetcher = Fetcher(self.store, device=self._device, pending=self.writer.pending)
-        self._num_found = 0
 
-    def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
-        """Make a training forward: replayed where the store has the samples, computed and recorded
-        where not.
+class Generation:
+    """What is stored behind one boundary, how it is used, and the passes made with it.
 
-        Args:
-            call: the user's forward of the model.
-            batch: its arguments.
-            indices: the samples of the batch; None where they are not known.
+    What fails raises `UncacheableError`: the boundary is of no use from then on. Such an error is
+    never raised in place of what a pass of the user's returns or raises.
 
-        Raises:
-            EgeriaError: nothing stored can be used any more. What the call itself raises passes
-                through.
-        """
-        self._check()
-        if indices is None:
-            return call(plain=True)
-        keys = BatchKeys.of(
-            batch,
-            indices,
-            has_length=self.layouts.has_length,
-            ignores_padding=self.prefix.ignores_padding,
-        )
-        if keys is None:  # the model is called with something else than the batch
-            return call(plain=True)
-        held = self.fetcher.take(keys.number, keys.positions, keys.padded_length)
-        self.fetcher.ahead(
-            [(entry.number, entry.samples) for entry in self.feed.upcoming(DEPTH + 2)]
-        )
-        hits = self._judge(held, keys)
-        fits = bool(hits.any()) and self._can_replay(batch, held, hits)
-        self.payback.note(fits and hits.mean() >= SERVED_SHARE)
-        if not fits:
-            return self._record(call, keys)
-        self._prepare(batch, held, hits, keys)
-        return self._replay(call, batch, self.layouts.from_store(held.rows), hits)
+    Args:
+        boundary: the end of the frozen front.
+        store: empty.
+        number: of the generation.
+        num_batches: of an epoch; None where nobody knows.
+        verify_batches: from the store, between two checks; at least one check is made in an epoch.
+        is_timed: whether iterations must become shorter.
+        decline: takes what a damaged or full store no longer does, and why.
+    """
 
-    def used(self, step: int, **own: Any) -> CacheUsed:
-        """Return what it did so far, for the journal."""
-        return super().used(
-            step,
-            stall_s=self.fetcher.waited_s,
-            bytes_read=self.fetcher.reader.num_bytes,
-            bytes_written=self.writer.num_bytes_written,
+    def __init__(
+        self,
+        boundary: Boundary,
+        store: Store,
+        *,
+        number: int,
+        num_batches: int | None,
+        verify_batches: int,
+        is_timed: bool,
+        decline: Callable[[str, str], None],
+    ) -> None:
+        self.boundary, self.store, self.number = boundary, store, number
+        self._is_timed, self.decline = is_timed, decline
+        self._epoch_batches = num_batches or UNKNOWN_EPOCH
+        self._check_every = max(1, min(verify_batches, self._epoch_batches - 1))
+        self._until_check, self._versions, self._waits = self._check_every, 0, 0
+        self._first: Record | None = None
+        """Of the first pass; it stays open until the next, to see the backward pass."""
+        self._hits = self._misses = self._repeats = self._batches = self._checks = 0
+        self._seen = self._seen_again = 0
+        """Rows since the last review, and those of them that were stored when they came."""
+        self._largest_error, self._has_told = 0.0, False
+        self._served_s = list[float]()
+        self._computed_s = deque[float](maxlen=REVIEWED)
+        """Seconds from one pass to the next, where both were of the same kind."""
+        self._last = (False, 0.0)
+
+    def used(self, step: int) -> CacheUsed:
+        """Return what was stored and served so far, for the journal."""
+        return CacheUsed(
+            step=step,
+            boundary=self.boundary.name,
+            generation=self.number,
+            hits=self._hits,
+            misses=self._misses,
+            repeats=self._repeats,
+            batches=self._batches,
             size_bytes=self.store.size_bytes,
-            damaged=self.store.num_damaged,
-            thread_cpu_s=self.fetcher.worker.cpu_s + self.writer.worker.cpu_s,
-            **own,
+            checks=self._checks,
+            largest_error=self._largest_error,
+            damaged=self.store.damaged,
         )
 
     def close(self) -> None:
-        """Stop the threads and free the store; more than once is no error."""
-        ended = self.writer.close()
-        if self.fetcher.close() and ended:
-            self.store.close()
+        """Free what is stored; can be called again."""
+        if self._first is not None:
+            self._first.close()
+        self.store.close()
 
-    def _judge(self, held: PrefetchedBatch, keys: BatchKeys) -> Mask:
-        """Return which rows are there and stem from this very input; notice when inputs have
-        changed.
-        """
-        self.use.batches += 1
-        self.use.stalls += held.waited_s > 0
-        same = agree(held.fingerprints, keys.prints)
-        if keys.lengths is not None:
-            same &= held.lengths == keys.lengths
-        strange = held.mask & (held.fingerprints[:, 0] != keys.prints[:, 0])
-        self.use.mismatches += int(strange.sum())
-        self._num_found += int(held.mask.sum())
-        if self.use.mismatches >= max(LEAST_CHANGED, MOST_CHANGED * self._num_found):
-            raise StaleError(CHANGED)
-        return np.asarray(held.mask & same)
-
-    def _can_replay(self, batch: Batch, held: PrefetchedBatch, hits: Mask) -> bool:
-        """Return whether the rows fit this batch, and missing ones can be computed."""
-        if not hits.all() and not self.prefix.can_split:
-            return False
-        if not self.prefix.knows(batch):
-            self.prefix.learn(batch)
-        return self.prefix.fits(batch, self.layouts.from_store(held.rows))
-
-    def _prepare(self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys) -> None:
-        """Complete the rows of a batch: those that were not there are computed and stored. Now and
-        then check them.
-        """
-        missing, whole = np.flatnonzero(~hits), None
-        if self._until_check <= 0:
-            whole = self.prefix.compute(batch)
-            self._check_rows(batch, whole, self.layouts.from_store(held.rows), hits, keys.lengths)
+    def look_up(self, batch: Batch) -> Found | None:
+        """Return what is known of a batch; None where it is to be computed and forgotten."""
+        is_packed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        require(not is_packed, PACKED)
+        require(not batch.needs_grad, PROMPTED)
+        if not self._is_proven(batch):
+            return Found(batch=batch, keys=[], known=[]) if self._first is None else None
+        require(not self.boundary.is_hooked, HOOKED)
+        unreadable = batch.unreadable
+        require(not unreadable, f"the contents of {unreadable} cannot be read")
+        keys, lengths = self._keys(batch)
+        if keys is None:
+            return None
+        known = [index for index, key in enumerate(keys) if key in self.store]
+        found = Found(batch=batch, keys=keys, lengths=lengths, known=known)
+        self._batches, self._repeats = self._batches + 1, self._repeats + len(known)
+        self._seen, self._seen_again = self._seen + len(keys), self._seen_again + len(known)
+        self._review()
+        found.kind = self.boundary.kind(batch)
+        if found.kind is None or LEAST_SHARE * len(known) < len(keys):
+            return found
+        if self._versions != (versions := self.boundary.versions):
+            self._versions, self._until_check = versions, 0
         self._until_check -= 1
-        if len(missing):
-            found = (
-                self._compute(batch, missing, len(hits))
-                if whole is None
-                else take_rows(whole, missing)
-            )
-            computed = self.layouts.to_store(found)
-            held.fill(missing, computed)
-            self._store_rows(keys.take(missing), computed)
-        self.fetcher.keep(
-            keys.number, RowsInMemory(keys.positions, held.rows, keys.prints, keys.lengths)
+        if self._until_check >= 0:
+            found.value = self._find_value(found, found.kind)
+        return found
+
+    def expect(self, batch: Batch) -> None:
+        """Prepare to serve a batch soon."""
+        self.store.expect(self._keys(batch)[0] or [])
+
+    def serve(self, call: Call, found: Found, kind: Kind, value: Tensor) -> tuple[Any, str]:
+        """Make a pass without the front, or where that fails as it is; return what it gave, and why
+        the front cannot be left out any more.
+        """
+        self._note_pace(is_served=True)
+        before = _Rollback(self.boundary.model)
+        try:
+            with self.boundary.replaying(kind, value):
+                output = call()
+            if not has_nan(output):
+                return output, ""
+            failure = "the output of the model has NaN in it: it reads more of them than at first"
+        except Exception as error:  # one of the user's own comes again in the plain pass
+            failure = brief(error)
+        before.restore()
+        output = call()
+        # A loss of NaN is the user's own where the plain pass gives one too.
+        return output, "" if has_nan(output) else f"without the frozen layers {failure}"
+
+    def fill(self, call: Call, found: Found) -> tuple[Any, Call]:
+        """Make a pass as it is; return what it gave, and what stores or compares what crossed."""
+        self._note_pace(is_served=False)
+        if not found.keys:
+            return self._watch_first(call)
+        is_new = len(found.known) < len(found.keys) and not self.store.is_full
+        if self._until_check >= 0 and found.kind is not None and not is_new:
+            self._misses += len(found.keys)
+            return call(), lambda: None
+        record = Record(self.boundary)
+        try:
+            record.open()
+            output = call()
+        finally:
+            record.close()
+        return output, lambda: self._take_in(found, record)
+
+    def _watch_first(self, call: Call) -> tuple[Any, Call]:
+        before, first = living(), Record(self.boundary)
+        self._first = first
+        first.open()
+        output = call()
+
+        def check() -> None:
+            first.value = None
+            first.await_backward(output)
+            require(not keeps_outside(self.boundary.model, output, before), KEPT)
+
+        return output, check
+
+    def _is_proven(self, batch: Batch) -> bool:
+        """Prove the boundary ahead of the second pass behind it, or of one that shows more."""
+        first = self._first
+        if self.boundary.layout is not None or first is None:
+            return self.boundary.layout is not None
+        first.close()
+        require(not first.refusal, first.refusal)
+        lengths = true_lengths(batch)
+        is_padded = lengths is None or min(lengths) < batch.kwargs["attention_mask"].shape[1]
+        self._waits += 1
+        if self._waits <= MOST_WAITS:
+            if not first.saw_backward:
+                self._first = None
+            if not (first.saw_backward and is_padded and count_rows(batch) > 1):
+                return False
+        prove(self.boundary, batch)
+        self._versions, self._first = self.boundary.versions, None
+        return True
+
+    def _keys(self, batch: Batch) -> tuple[list[bytes] | None, list[int] | None]:
+        """Return the keys of the rows of a batch, and their lengths where they are cut."""
+        layout = self.boundary.layout
+        if layout is None or layout.length_axis is None:
+            return row_keys(batch), None
+        lengths = true_lengths(batch)
+        keys = None if lengths is None else row_keys(batch, lengths, layout.cut_names)
+        return keys, lengths
+
+    def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
+        """Return what crosses for a batch, computed where it is not known; None where it does not
+        fit.
+        """
+        layout = self.boundary.layout
+        assert layout is not None
+        rows = self.store.read(found.keys)
+        missing = [index for index, row in enumerate(rows) if row is None]
+        if self.store.damaged and not self._has_told:
+            self.decline("serving stored rows that are damaged", "they are computed again")
+            self._has_told = True
+        if missing:
+            lengths = None if found.lengths is None else [found.lengths[index] for index in missing]
+            computed = self.boundary.compute(found.batch, missing)
+            own = layout.split(computed, range(len(missing)), lengths)
+            for index, row in zip(missing, own, strict=True):
+                rows[index] = row
+            self._write([found.keys[index] for index in missing], own)
+        value = layout.join([row for row in rows if row is not None], kind, self.boundary.device)
+        if value is not None:
+            self._hits += len(rows) - len(missing)
+            self._misses += len(missing)
+        return value
+
+    def _take_in(self, found: Found, record: Record) -> None:
+        """Store the rows of a pass that are not known, and compare those that are."""
+        layout = self.boundary.layout
+        assert layout is not None
+        _, value = self.boundary.learn(found.batch, record)
+        self._misses += len(found.keys)
+        if self._until_check < 0 and found.known:
+            self._until_check = self._check_every
+            own = layout.split(value, found.known, found.lengths)
+            self._compare(found, own, tolerance(record))
+        new = [index for index in range(len(found.keys)) if index not in found.known]
+        if new and not self.store.is_full:
+            rows = layout.split(value, new, found.lengths)
+            self._write([found.keys[index] for index in new], rows)
+
+    def _compare(self, found: Found, computed: Sequence[Tensor], limit: float) -> None:
+        stored = self.store.read([found.keys[index] for index in found.known])
+        pairs = zip(stored, computed, strict=True)
+        error = max((difference(row, own) for row, own in pairs if row is not None), default=0.0)
+        self._checks += 1
+        self._largest_error = max(self._largest_error, error)
+        require(
+            error <= limit,
+            f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}: "
+            "the frozen layers give something else now",
         )
 
-    def _compute(self, batch: Batch, missing: Integers, num_rows: int) -> list[Tensor]:
-        """Return some rows [b] of a batch of `num_rows`."""
-        padded = np.resize(missing, max(len(missing), min(num_rows, LEAST_ROWS)))  # repeats them
-        found = self.prefix.compute(batch, torch.from_numpy(padded))
-        return [leaf[: len(missing)] for leaf in found]
+    def _write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
+        was_full, store = self.store.is_full, self.store
+        store.write(keys, rows)
+        if store.is_full and not was_full:
+            require(store.size_bytes > 0, store.error or "not one batch fits into what may be used")
+            if store.error:
+                self.decline("storing more activations", store.error)
 
-    def _record(self, call: UserForward, keys: BatchKeys) -> Any:
-        """Let the user's forward run as it is, and store what it computed."""
-        self.use.misses += len(keys.positions)
-        with self.prefix.recording() as trial:
-            output = call(plain=True)
-        try:
-            rows = self.layouts.to_store(self.prefix.recorded(trial))
-            if self.layouts.fits_store(rows):
-                self.fetcher.keep(keys.number, self._store_rows(keys, rows))
-        except Exception as error:
-            self._failure = error
-        return output
+    def _review(self) -> None:
+        """Raise UncacheableError where storing does not pay."""
+        if not self._batches % (self._epoch_batches + MORE_BATCHES):
+            require(
+                self._seen_again >= LEAST_REPEATS * self._seen,
+                f"inputs do not come again: of the last {self._seen} samples {self._seen_again} "
+                "had been there before",
+            )
+            self._seen = self._seen_again = 0
+        if self._is_timed and len(self._served_s) >= REVIEWED:
+            served_s, self._served_s = statistics.median(self._served_s), []
+            if len(self._computed_s) < COMPARED:
+                return
+            computed_s = statistics.median(self._computed_s)
+            require(
+                served_s < computed_s,
+                f"an iteration with stored activations takes {1e3 * served_s:.1f} ms, and took "
+                f"{1e3 * computed_s:.1f} ms with computed ones",
+            )
 
-    def _store_rows(self, keys: BatchKeys, rows: Sequence[Tensor]) -> RowsInMemory:
-        memory = RowsInMemory(keys.positions, rows, keys.prints, keys.lengths)
-        self.fetcher.invalidate(keys.positions)
-        self.writer.put(memory)
-        return memory
+    def _note_pace(self, *, is_served: bool) -> None:
+        now, (was_served, began) = time.perf_counter(), self._last
+        self._last = is_served, now
+        if began and was_served == is_served:
+            (self._served_s if is_served else self._computed_s).append(now - began)
 
-    def _check(self) -> None:
-        failure = self._failure or self.fetcher.worker.failure or self.writer.worker.failure
-        if failure is not None:
-            raise (
-                failure if isinstance(failure, EgeriaError) else StaleError(str(failure))
-            ) from failure
-        super()._check()
+
+class _Rollback:
+    """What a pass changes beside what it returns: random states, and buffers of active layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._random: list[tuple[Callable[[Any], object], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+            (np.random.set_state, np.random.get_state()),
+        ]
+        for index in {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}:
+            generator = torch.cuda.default_generators[index]
+            self._random.append((generator.set_state, generator.get_state()))
+        tables = [module._buffers for module in model.modules() if module.training]
+        self._buffers = [
+            (table, name, buffer, buffer.detach().clone())
+            for table in tables
+            for name, buffer in table.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Give them the values of before, so that the pass can be made again."""
+        for set_state, state in self._random:
+            set_state(state)
+        for table, name, buffer, before in self._buffers:
+            table[name] = buffer
+            buffer.data.copy_(before)

@@ -13,15 +13,6 @@ from egeria.config.groups import (
     UnfreezingConfig,
 )
 
-__all__ = [
-    "BootstrappingConfig",
-    "CacheConfig",
-    "Config",
-    "ControllerConfig",
-    "FreezingConfig",
-    "ModulesConfig",
-    "PlasticityConfig",
-    "PolicyConfig",
-    "ReferenceConfig",
-    "UnfreezingConfig",
-]
+__all__ = ["BootstrappingConfig", "CacheConfig", "Config", "ControllerConfig", "FreezingConfig"]
+__all__ += ["ModulesConfig", "PlasticityConfig", "PolicyConfig", "ReferenceConfig"]
+__all__ += ["UnfreezingConfig"]

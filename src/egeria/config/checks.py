@@ -1,11 +1,8 @@
-"""Rules for settings; what breaks one raises `ConfigError` with contract, value found and next
-step.
-"""
+"""Rules for settings: what breaks one raises `ConfigError` with contract, value and next step."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -43,10 +40,8 @@ def check(name: str, value: Any, rule: Rule) -> None:
 def require(holds: bool, setting: str, contract: str, found: object) -> None:
     """Raise `ConfigError` unless the contract of the setting holds."""
     if not holds:
-        raise ConfigError(
-            f"{setting} must be {contract}, found {found!r}. "
-            f"Correct it where the configuration is built or in its TOML file."
-        )
+        next_step = "Correct it where the configuration is built or in its TOML file."
+        raise ConfigError(f"{setting} must be {contract}, found {found!r}. {next_step}")
 
 
 def satisfies(holds: Callable[[Any], bool], contract: str) -> Rule:
@@ -59,25 +54,16 @@ def optional(rule: Rule) -> Rule:
     return lambda value: "" if value is None else rule(value)
 
 
-def name_or(holds: Callable[[Any], bool], contract: str) -> Rule:
-    """Return the rule for a name, or an object that does as well."""
-    return satisfies(lambda value: isinstance(value, str) or holds(value), contract)
-
-
 def number(within: Callable[[float], bool], contract: str) -> Rule:
-    """Return the rule for a finite int or float within limits; a bool is none."""
-    return satisfies(
-        lambda value: _is_a(value, (int, float)) and math.isfinite(value) and within(value),
-        contract,
-    )
+    """Return the rule for a finite number within limits."""
+    kinds = (int, float)
+    return satisfies(lambda x: _is_a(x, kinds) and math.isfinite(x) and within(x), contract)
 
 
 def count(at_least: int = 1) -> Rule:
     """Return the rule for a whole number of at least `at_least`."""
-    return satisfies(
-        lambda value: _is_a(value, int) and value >= at_least,
-        f"a whole number of at least {at_least}",
-    )
+    contract = f"a whole number of at least {at_least}"
+    return satisfies(lambda value: _is_a(value, int) and value >= at_least, contract)
 
 
 def choice(*names: str) -> Rule:
@@ -86,13 +72,7 @@ def choice(*names: str) -> Rule:
     return satisfies(lambda value: isinstance(value, str) and value in names, f"one of {listed}")
 
 
-def flag_or(name: str) -> Rule:
-    """Return the rule for true, false or a name."""
-    return satisfies(
-        lambda value: isinstance(value, bool) or value == name, f"true, false or {name!r}"
-    )
-
-
+FLAG_OR_AUTO = satisfies(lambda x: isinstance(x, bool) or x == "auto", "true, false or 'auto'")
 NAME = satisfies(lambda value: isinstance(value, str) and bool(value), "a name")
 SHARE = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 POSITIVE = number(lambda value: value > 0, "a finite number above 0")
@@ -142,18 +122,16 @@ def read_plan(text: str) -> tuple[Move, ...]:
 
 
 def wrong_plan(text: Any) -> str:
-    """Rule for the text of a plan: return what it would have to be, empty where it is that."""
+    """Rule for the text of a plan."""
     if not isinstance(text, str):
         return f"{PLAN_TEXT}: share of the steps, or a step, and how many modules are frozen then"
-    rest = " ".join(_MOVE.sub(" ", text).split())
-    if rest:
+    if rest := " ".join(_MOVE.sub(" ", text).split()):
         return f"{PLAN_TEXT}, where {rest!r} is no share or step : number of layer modules"
-    moves = read_plan(text)
-    for kind, what in ((False, "shares of the steps"), (True, "steps")):
-        times = [move.time for move in moves if move.is_step is kind]
-        if any(later <= earlier for earlier, later in itertools.pairwise(times)):
+    shares = [move.time for move in read_plan(text) if not move.is_step]
+    steps = [move.time for move in read_plan(text) if move.is_step]
+    for times, what in ((shares, "shares of the steps"), (steps, "steps")):
+        if times != sorted(set(times)):
             return f"{PLAN_TEXT}, with {what} that rise from entry to entry"
-    largest = max((move.time for move in moves if not move.is_step), default=0.0)
-    if largest >= 1:
-        return f"{PLAN_TEXT}, with shares of the steps below 1 and not {largest:g}"
+    if shares and shares[-1] >= 1:
+        return f"{PLAN_TEXT}, with shares of the steps below 1 and not {shares[-1]:g}"
     return ""

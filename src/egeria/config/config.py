@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -11,6 +12,7 @@ from typing import Any
 import tomli_w
 
 from egeria.config import groups
+from egeria.config.checks import require
 from egeria.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -23,10 +25,7 @@ _PLAIN = (str, int, float, type(None))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """All settings of a run. The default policy is 'plan', ours; `policy.name` = 'egeria' is the
-    paper's rule.
-
-    The other defaults are the paper's where it gives a number, as each field says.
+    """All settings of a run; those of the rule of the paper have the paper's values as defaults.
 
     Raises:
         ConfigError: a value is outside its contract; the message names the field.
@@ -44,34 +43,21 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, group in _GROUPS.items():
+            contract = f"an egeria.config.{group.__name__} (Config.from_dict takes dictionaries)"
             found = getattr(self, name)
-            if not isinstance(found, group):
-                raise ConfigError(
-                    f"{name} must be an egeria.config.{group.__name__}, found "
-                    f"{type(found).__name__}. "
-                    "Build it with its field names, or use Config.from_dict for plain "
-                    "dictionaries."
-                )
+            require(isinstance(found, group), name, contract, found)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Config:
-        """Build from nested dictionaries, settings by name in groups by name; a group or field left
-        out keeps its default.
-
-        Raises:
-            ConfigError: a group or field is unknown, or a value is outside its contract.
-        """
+        """Build from nested dictionaries: settings by name, in groups by name."""
         _refuse_unknown("the configuration", table, _GROUPS)
         built: dict[str, Any] = {}
         for name, values in table.items():
+            known = [entry.name for entry in fields(_GROUPS[name])]
             if not isinstance(values, Mapping):
-                example = {name: {fields(_GROUPS[name])[0].name: values}}
-                raise ConfigError(
-                    f"{name} must be a table of settings, found {values!r}. Write {example!r}, or "
-                    "in TOML a setting "
-                    f"below [{name}]."
-                )
-            _refuse_unknown(f"[{name}]", values, [entry.name for entry in fields(_GROUPS[name])])
+                what = f"{name} must be a table of settings, found {values!r}. Write"
+                raise ConfigError(f"{what} { {name: {known[0]: values}} }, or it below [{name}].")
+            _refuse_unknown(f"[{name}]", values, known)
             built[name] = _GROUPS[name](**values)
         return cls(**built)
 
@@ -79,48 +65,32 @@ class Config:
     def from_toml(cls, text: str) -> Config:
         """Build from the text of a TOML file."""
         try:
-            table = tomllib.loads(text)
+            return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(
-                f"The configuration must be TOML; {error}. Correct that line."
-            ) from error
-        return cls.from_dict(table)
+            raise ConfigError(f"The text must be TOML; {error}. Correct that line.") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
         """Build from a TOML file."""
         try:
             return cls.from_toml(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"The configuration must be a readable TOML file; {error}. Check the path."
-            ) from error
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(f"{path} must be a readable TOML file: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""
-        return {
-            name: {
-                key: value if isinstance(value, _PLAIN) else repr(value)
-                for key, value in group.items()
-            }
-            for name, group in self._table().items()
-        }
+        table = self._table()
+        for group in table.values():
+            group.update({k: repr(v) for k, v in group.items() if not isinstance(v, _PLAIN)})
+        return table
 
     def to_toml(self) -> str:
-        """Return the TOML text that `from_toml` reads back to an equal configuration; it holds no
-        strategy object.
-        """
+        """Return the TOML text that `from_toml` reads back; strategy objects cannot be in it."""
         table = self._table()
+        contract = "a plain value to be written as TOML, such as the name of a built-in one"
         for name, group in table.items():
             for key, value in group.items():
-                if not isinstance(value, _PLAIN):
-                    raise ConfigError(
-                        f"{name}.{key} must be a plain value to be written as TOML, found "
-                        f"{value!r}. "
-                        f"Name a built-in one, or keep this configuration in Python."
-                    )
+                require(isinstance(value, _PLAIN), f"{name}.{key}", contract, value)
             table[name] = {key: value for key, value in group.items() if value is not None}
         return tomli_w.dumps(table)
 
@@ -140,8 +110,8 @@ _GROUPS: dict[str, Any] = {entry.name: entry.default_factory for entry in fields
 
 
 def _refuse_unknown(where: str, found: Mapping[str, Any], known: Collection[str]) -> None:
-    if unknown := sorted(map(repr, set(found) - set(known))):
-        raise ConfigError(
-            f"{where} knows {', '.join(sorted(known))}; found {', '.join(unknown)}. Check the "
-            "spelling, or remove it."
-        )
+    if unknown := sorted(map(str, set(found) - set(known))):
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Check the spelling, or remove it."
+        names, others = ", ".join(sorted(known)), ", ".join(map(repr, unknown))
+        raise ConfigError(f"{where} knows {names}; found {others}. {hint}")

@@ -1,29 +1,14 @@
-"""Who evaluates: takes activations of the training model, gives back plasticity readings."""
+"""Who evaluates: takes activations of the training model, gives back readings of plasticity."""
 
-from egeria.controller.inline import AbsentController, EvaluationPlan, InlineController
-from egeria.controller.process import ControllerChoice, ProcessController, choose, spare_cores
-from egeria.controller.protocol import (
-    Controller,
-    ControllerStatus,
-    EvaluationFailed,
-    EvaluationResult,
-    Report,
-    Request,
-    Ticket,
-)
+from egeria.controller.inline import Answer, Controller, EvaluationPlan, InlineController, Ticket
+from egeria.controller.process import ProcessController, choose, spare_cores
 
 __all__ = [
-    "AbsentController",
+    "Answer",
     "Controller",
-    "ControllerChoice",
-    "ControllerStatus",
-    "EvaluationFailed",
     "EvaluationPlan",
-    "EvaluationResult",
     "InlineController",
     "ProcessController",
-    "Report",
-    "Request",
     "Ticket",
     "choose",
     "spare_cores",

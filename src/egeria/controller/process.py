@@ -1,6 +1,4 @@
-"""The controller in a process of its own: training hands over, polls, and never waits; and when it
-is chosen.
-"""
+"""The controller in a process of its own, and when it is chosen."""
 
 from __future__ import annotations
 
@@ -9,41 +7,38 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from egeria.config import ControllerConfig
-from egeria.controller.inline import EvaluationPlan, InlineController
-from egeria.controller.protocol import (
+from egeria.controller.inline import (
+    Answer,
     Controller,
-    ControllerStatus,
-    EvaluationResult,
+    EvaluationPlan,
+    InlineController,
     Report,
-    Request,
+    State,
+    Ticket,
 )
-from egeria.controller.worker import Message, Worker, pack
+from egeria.controller.worker import Message, handle, pack
 from egeria.errors import brief
-from egeria.events import ControllerChosen, Declined, ReferenceRefreshed
+from egeria.events import ControllerChosen, Declined
 from egeria.model.batch import Batch
 from egeria.random_state import RandomState
 
-START_S, END_S = 60.0, 5.0
-"""The start may take so long besides: torch is imported, on a machine that may be busy."""
-NUM_SNAPSHOTS, LONGEST_QUEUE = 2, 64
-"""The process works from one, and one is on its way; a pipe holds that many messages unread."""
+START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine
+NUM_SNAPSHOTS, QUEUE_LENGTH = 2, 4  # one snapshot is worked from, and one is on its way
 SPARE_CORES = 2
+PATIENT_SHARE = 12  # of the timeout that an evaluation waits for processors that are busy
+# Seconds of training left from which the process is started where that is not asked for: the start
+# takes 2 to 4 s of CPU time, and may take 0.5 % of what is left.
 REPAID_S = 600.0
-"""Seconds of training left from which the process is started where that is not asked for: the start
-takes 2 to 4 s of CPU time, and may take 0.5 % of what is left."""
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
 # accelerator, with the memory a context takes on it, belongs to the training alone.
@@ -56,35 +51,36 @@ ENVIRONMENT = {
 
 
 class ProcessController(Controller):
-    """Gives the evaluations to a child process.
+    """Makes the evaluations in a child process: training sends and polls, and never waits.
 
     The batch and the training output of an evaluation are known at the same moment, so that the
-    paper's IQ and TOQ are one queue, and the reference output needs no queue (ROQ) to wait for its
-    counterpart. The process works through snapshots and evaluations in their order, so that an
-    evaluation meets the snapshot that it was asked on.
+    paper's IQ and TOQ are one queue, and the reference output needs none (ROQ) to wait for its
+    counterpart. The process takes snapshots and evaluations in the order in which they were asked.
 
-    The process is started with the first snapshot. Where it cannot be had, dies, hangs or refuses,
-    what it has not answered is evaluated in the training process, and so is everything from there
-    on: with the same readings. So it is where the rest of the run is too short to repay its start.
+    It is started with the first snapshot. Where it cannot be started, dies, hangs or refuses, what
+    it has not answered is evaluated in the training process, and so is everything from there on,
+    with the same readings. So it is where the rest of the run is too short to repay its start.
 
     Args:
         plan: how to evaluate.
-        config: what it may cost.
-        seconds_left: returns how long the training still takes, None where unknown; without it any
-            run is long enough.
+        timeout_s: seconds without an answer after which the process is given up.
+        load_limit: load of the processors above which it waits, a twelfth of the timeout at most;
+            1 never waits.
+        seconds_left: returns how long the training still takes; None is long enough.
     """
 
     def __init__(
         self,
         plan: EvaluationPlan,
-        config: ControllerConfig,
-        seconds_left: Callable[[], float | None] | None = None,
+        timeout_s: float,
+        load_limit: float = 1.0,
+        seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._plan, self._config, self._seconds_left = plan, config, seconds_left
-        num_files = NUM_SNAPSHOTS + min(config.queue_length, LONGEST_QUEUE)
-        self._queue = range(NUM_SNAPSHOTS, num_files)
-        self._files = [_unnamed_file() for _ in range(num_files + 1)]
-        """Of snapshots, of evaluations in the queue, and what the process prints."""
+        self._plan, self._timeout_s, self._seconds_left = plan, timeout_s, seconds_left
+        self._load_limit = load_limit
+        # Of snapshots, of evaluations, and of what the process prints. They have no names.
+        num_files = NUM_SNAPSHOTS + QUEUE_LENGTH + 1
+        self._files = [os.memfd_create("egeria") for _ in range(num_files)]
         self._held = contextlib.ExitStack()
         for file in self._files:
             self._held.callback(os.close, file)
@@ -93,60 +89,53 @@ class ProcessController(Controller):
         self._pipe: Any = None
         self._inline: InlineController | None = None
         self._unanswered: deque[Message] = deque()
-        self._snapshot: Message | None = None
-        """The one that the process works from."""
+        self._snapshot: Message | None = None  # the one that the process works from
         self._reports: list[Report] = []
-        self._start_s, self._waits_since_s, self._cpu_s = START_S, 0.0, 0.0
+        self._deadline_s = 0.0
 
-    def refresh(
-        self,
-        evaluation: int,
-        model: nn.Module,
-        batch: Batch | None,
-        state: Mapping[str, Any] | None = None,
-    ) -> bool:
+    @property
+    def is_apart(self) -> bool:  # type: ignore[override]
+        """Whether evaluations are made in another process."""
+        return self._inline is None
+
+    def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
         """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
-        is_sent = False
         if self._inline is None and (reason := self._reason_to_stay(state)):
             self._reports.append(ControllerChosen(step=0, controller="inline", reason=reason))
             self._go_on(InlineController(self._plan))
-        elif self._inline is None and state is None:
+        if self._inline is None and state is None:
             try:
-                is_sent = self._send((model, batch), range(NUM_SNAPSHOTS), evaluation)
+                return self._send((model, batch), range(NUM_SNAPSHOTS))
             except Exception as error:
                 self._decline(f"the model cannot be sent there ({brief(error)})")
-        return self._inline.refresh(evaluation, model, batch, state) if self._inline else is_sent
+        return bool(self._inline and self._inline.refresh(model, batch, state))
 
-    def submit(self, request: Request) -> None:
-        """Send one evaluation; without room it is dropped and reported so."""
-        ticket = request.ticket
+    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
+        """Send one evaluation; without room it is dropped, which `poll` reports."""
         if self._inline is None:
             try:
-                training = self._plan.reduce(request.activation)
-                content = request.batch, RandomState.current(), training
-                if not self._send(content, self._queue, ticket.evaluation, ticket):
-                    self._reports.append(ticket.lost("the controller is behind: its queue is full"))
+                content = batch, RandomState.current(), self._plan.reduce(activation)
+                files = range(NUM_SNAPSHOTS, NUM_SNAPSHOTS + QUEUE_LENGTH)
+                if not self._send(content, files, ticket):
+                    full = "the controller is behind: its queue is full"
+                    self._reports.append(Answer(ticket, None, full))
             except Exception as error:
                 self._decline(f"an evaluation cannot be sent there ({brief(error)})")
         if self._inline is not None:
-            self._inline.submit(request)
+            self._inline.submit(ticket, batch, activation)
 
-    def poll(self) -> ControllerStatus:
+    def poll(self) -> list[Report]:
         """Return what happened since the last call; a process that fails is given up here."""
         if self._child is not None and (fault := self._receive(self._child)):
             self._decline(fault)
         reports, self._reports = self._reports, []
-        return ControllerStatus(
-            reports=reports + (self._inline.poll().reports if self._inline else []),
-            is_asynchronous=self._child is not None,
-            cpu_s=self._cpu_s,
-        )
+        return reports + (self._inline.poll() if self._inline else [])
 
-    def close(self) -> ControllerStatus:
+    def close(self) -> list[Report]:
         """End the process and give back the memory; evaluations under way are lost."""
-        tickets = [message.ticket for message in self._unanswered if message.ticket]
         reason = "the run ended before the controller came to it"
-        self._reports += [ticket.lost(reason) for ticket in tickets]
+        tickets = [message.ticket for message in self._unanswered if message.ticket]
+        self._reports += [Answer(ticket, None, reason) for ticket in tickets]
         self._go_on(self._inline)
         return self.poll()
 
@@ -154,9 +143,9 @@ class ProcessController(Controller):
         """Return nothing while the process has the reference: a resumed run begins with another."""
         return self._inline.state_dict() if self._inline else {}
 
-    def _reason_to_stay(self, state: Mapping[str, Any] | None) -> str:
-        """Return why no process is started, where it was not asked for."""
-        if self._seconds_left is None or self._child is not None:
+    def _reason_to_stay(self, state: State | None) -> str:
+        """Return why no process is started."""
+        if self._child is not None:
             return ""
         if state is not None:
             saved = "the run was saved with its evaluations in the training process"
@@ -166,18 +155,19 @@ class ProcessController(Controller):
             return ""
         return f"to start a process takes seconds of CPU time, and about {left_s:.0f} s are left"
 
-    def _send(self, content: Any, files: range, *about: Any) -> bool:
+    def _send(self, content: Any, files: range, ticket: Ticket | None = None) -> bool:
         """Copy something into one of the files, and tell the process; False if all are in use."""
         used = {message.file for message in (*self._unanswered, self._snapshot) if message}
         file = next((file for file in files if file not in used), None)
         if file is None:
             return False
         pack(content, self._files[file])
+        if not self._unanswered:
+            start_s = 0.0 if self._child else START_S
+            self._deadline_s = time.monotonic() + start_s + self._timeout_s
         if self._child is None:
             self._start()
-        if not self._unanswered:
-            self._waits_since_s = time.monotonic()
-        self._unanswered.append(Message(file, *about))
+        self._unanswered.append(Message(file, ticket))
         with contextlib.suppress(OSError):  # it died, which `poll` finds
             self._pipe.send(self._unanswered[-1])
         return True
@@ -206,56 +196,45 @@ class ProcessController(Controller):
             )
         self._held.callback(_end, self._child, self._pipe, os.getpid())
         numbers = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-        self._pipe.send((self._plan, self._files, self._config, *numbers))
+        waits = self._load_limit, self._timeout_s / PATIENT_SHARE
+        self._pipe.send((self._plan, self._files, waits, *numbers))
 
     def _receive(self, child: subprocess.Popen[bytes]) -> str:
         """Take the answers that have come; return why no more will come, "" where they will."""
         try:
             while self._pipe.poll(0):
-                outcome, cpu_s = self._pipe.recv()
+                outcome, self.cpu_s = self._pipe.recv()
                 if isinstance(outcome, str):
                     return f"it refuses: {outcome}"
-                self._take_in(outcome, cpu_s)
+                self._reports += outcome
+                message = self._unanswered.popleft()
+                self._snapshot = self._snapshot if message.ticket else message
+                self._deadline_s = time.monotonic() + self._timeout_s
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(END_S)
             lines = os.pread(self._files[-1], 2**20, 0).decode(errors="replace").split("\n")
             last = next((f": {line[:300]}" for line in reversed(lines) if line.strip()), "")
             return f"it died (status {child.returncode}{last})"
-        longest_s = self._start_s + self._config.timeout_s + self._config.patience_s
-        is_late = self._unanswered and time.monotonic() - self._waits_since_s > longest_s
-        return f"it gave no answer for {longest_s:g} s" if is_late else ""
-
-    def _take_in(self, reports: list[Report], cpu_s: float) -> None:
-        """Take the answer to the message that was sent first."""
-        message = self._unanswered.popleft()
-        if message.ticket is None:
-            self._snapshot = message
-        self._waits_since_s, self._start_s = time.monotonic(), 0.0
-        spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
-        self._reports += [
-            replace(report, controller_cpu_s=spent_s)
-            if isinstance(report, (EvaluationResult, ReferenceRefreshed))
-            else report
-            for report in reports
-        ]
+        is_late = self._unanswered and time.monotonic() > self._deadline_s
+        return f"it gave no answer for over {self._timeout_s:g} s" if is_late else ""
 
     def _decline(self, reason: str) -> None:
         """Go on in this process, with what the other one has not answered."""
         what = "evaluating in a process of its own"
         reason = f"{reason.rstrip('.')}; evaluations are made in the training process from here on"
         self._reports.append(Declined(step=0, what=what, reason=reason))
-        worker, before = Worker(self._plan, self._files), RandomState.current()
+        inline, before = InlineController(self._plan), RandomState.current()
         if self._child is not None:  # it must not read a file at the same time
             _end(self._child, self._pipe, os.getpid())
         try:
             if self._snapshot is not None:
-                worker.handle(self._snapshot)  # reported when the process took it
+                handle(inline, self._files, self._snapshot)  # reported when the process took it
             for message in self._unanswered:
-                self._reports += worker.handle(message)
+                self._reports += handle(inline, self._files, message)
         finally:
             before.set()
-        self._go_on(worker.controller)
+        self._go_on(inline)
 
     def _go_on(self, inline: InlineController | None) -> None:
         """Go on in this process, or not at all."""
@@ -274,25 +253,20 @@ def _end(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
         child.wait(END_S)
 
 
-def _unnamed_file() -> int:
-    """Return the descriptor of a file in memory, or elsewhere of one without a name."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("egeria")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+class ControllerChoice(NamedTuple):
+    """Which controller it is, and why.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ControllerChoice:
-    """A kind of controller ('process' or 'inline'), where its reference runs ('cpu', or such as
-    'cuda:1'), and why.
+    Attributes:
+        kind: 'process' or 'inline'.
+        device: where the reference runs: 'cpu', or such as 'cuda:1'.
+        reason: for it.
+        must_repay: whether a process is started only where the rest of the run repays that.
     """
 
     kind: str
     device: str
     reason: str
     must_repay: bool = False
-    """Whether a process is started only where the rest of the run is long enough to repay that."""
 
 
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:
@@ -304,7 +278,6 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
         model: the model in training.
         loader: its loader, whose workers need cores too.
     """
-    must_repay = False
     devices = (parameter.device for parameter in model.parameters())
     accelerator = next((str(found) for found in devices if found.type == "cuda"), "")
     cores, spare = usable_cores(), spare_cores(loader)
@@ -312,19 +285,18 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
     if device == "cuda" and not accelerator:
         found += "; reference.device is 'cuda', but the model is not on one"
     is_beside = device == "cuda" or (device == "auto" and kind != "process" and spare < 1)
-    device = accelerator if accelerator and is_beside else "cpu"
-    if device != "cpu":
-        kind, reason = "inline", f"the reference runs beside the training on its device; {found}"
-    elif os.name != "posix":
-        kind, reason = "inline", "the controller process needs a POSIX system"
-    elif kind != "auto":
-        reason = f"set in controller.kind; {found}"
-    elif accelerator:
-        kind, reason = "process", f"training is on an accelerator; {found}"
-    else:
-        kind = "process" if spare >= SPARE_CORES else "inline"
-        reason, must_repay = f"training is on the CPU, {found}", kind == "process"
-    return ControllerChoice(kind=kind, device=device, reason=reason, must_repay=must_repay)
+    if accelerator and is_beside:
+        reason = f"the reference runs beside the training on its device; {found}"
+        return ControllerChoice("inline", accelerator, reason)
+    if not hasattr(os, "memfd_create"):
+        return ControllerChoice("inline", "cpu", "the controller process needs Linux")
+    if kind != "auto":
+        return ControllerChoice(kind, "cpu", f"set in controller.kind; {found}")
+    if accelerator:
+        return ControllerChoice("process", "cpu", f"training is on an accelerator; {found}")
+    is_apart = spare >= SPARE_CORES
+    kind = "process" if is_apart else "inline"
+    return ControllerChoice(kind, "cpu", f"training is on the CPU, {found}", must_repay=is_apart)
 
 
 def spare_cores(loader: Any = None) -> float:

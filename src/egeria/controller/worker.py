@@ -12,57 +12,44 @@ import os
 import pickle
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 from torch import nn
 
-from egeria.controller.inline import EvaluationPlan, InlineController
-from egeria.controller.protocol import EvaluationFailed, Report, Ticket
+from egeria.controller.inline import Answer, InlineController, Report, Ticket
 from egeria.errors import brief
-from egeria.model.copies import without_wrappers
+from egeria.model.copies import without_watchers
 
 WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 
 
 class Message(NamedTuple):
-    """To the process: a snapshot of the model, or an evaluation, lies in a file."""
+    """To the process: what it is about lies in a file.
 
-    file: int
-    """Index of the file."""
-    evaluation: int
-    ticket: Ticket | None = None
-    """None for a snapshot."""
-
-
-class Worker:
-    """Handles messages in the order in which they were sent, here or in the controller process.
-
-    Args:
-        plan: how to evaluate.
-        files: descriptors of what the messages are about.
+    Attributes:
+        file: index of the file.
+        ticket: of an evaluation; None for a snapshot of the model.
     """
 
-    def __init__(self, plan: EvaluationPlan, files: Sequence[int]) -> None:
-        self.controller, self._files = InlineController(plan), files
+    file: int
+    ticket: Ticket | None = None
 
-    def handle(self, message: Message) -> list[Report]:
-        """Take over a snapshot, or make an evaluation; return what came of it.
 
-        Random numbers go on from where they were when the evaluation was asked for.
-        """
-        content = unpack(self._files[message.file])
-        if message.ticket is None:
-            self.controller.refresh(message.evaluation, *content)
-        else:
-            batch, random_state, training = content
-            random_state.set()
-            self.controller.evaluate(message.ticket, batch, training)
-        return self.controller.poll().reports
+def handle(controller: InlineController, files: Sequence[int], message: Message) -> list[Report]:
+    """Take over a snapshot or make an evaluation, in either process; return what came of it."""
+    content = unpack(files[message.file])
+    if message.ticket is None:
+        controller.refresh(*content)
+    else:
+        batch, random_state, training_BB = content
+        random_state.set()  # as it was when the evaluation was asked for
+        controller.evaluate(message.ticket, batch, training_BB)
+    return controller.poll()
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -75,33 +62,29 @@ def main(descriptor: int, parent: int) -> None:
         os.nice(5)  # 10 starved it: a first build took 19 s on a busy machine
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts a thread
     pipe = Connection(descriptor)
-    plan, files, config, dtype, precision = pipe.recv()
-    torch.set_default_dtype(dtype)
-    torch.set_float32_matmul_precision(precision)
-    worker = Worker(plan, files)
     try:
+        plan, files, waits, dtype, precision = pipe.recv()
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        controller = InlineController(plan)
         while True:
             message = pipe.recv()
-            _wait_for_room(config.load_limit, config.patience_s)
-            pipe.send((_answer(worker, message), time.process_time()))
+            _wait_for_room(*waits)
+            pipe.send((_answer(controller, files, message), time.process_time()))
     except (EOFError, OSError):
         os._exit(0)  # at once: an interpreter with torch in it takes its time to shut down
 
 
-def _answer(worker: Worker, message: Message) -> list[Report] | str:
+def _answer(
+    controller: InlineController, files: Sequence[int], message: Message
+) -> list[Report] | str:
     """Return what came of a message, or why nothing did."""
     try:
-        reports = worker.handle(message)
+        reports = handle(controller, files, message)
     except (Exception, SystemExit) as error:  # a script that is imported for its classes may exit
         return brief(error)
-    failures = [report.reason for report in reports if isinstance(report, EvaluationFailed)]
+    failures = [report.reason for report in reports if isinstance(report, Answer) and report.reason]
     return failures[0] if failures else reports
-
-
-def _end_behind(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(WATCH_EVERY_S)
-    os._exit(0)
 
 
 def _wait_for_room(load_limit: float, patience_s: float) -> None:
@@ -114,11 +97,17 @@ def _wait_for_room(load_limit: float, patience_s: float) -> None:
             break
 
 
+def _end_behind(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_EVERY_S)
+    os._exit(0)
+
+
 def pack(content: Any, file: int) -> None:
     """Write an object to a file, in place of what is in it."""
     with os.fdopen(file, "wb", closefd=False) as stream:
         stream.seek(0)
-        torch.save(content, stream, _Sending, pickle.HIGHEST_PROTOCOL)
+        torch.save(content, stream, _SENDING, pickle.HIGHEST_PROTOCOL)
         stream.truncate()
 
 
@@ -130,7 +119,7 @@ def unpack(file: int) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends modules without the hooks that only watch: a reference runs without them."""
+    """Sends modules without what only watches them: a reference runs without it."""
 
     def reducer_override(self, thing: Any) -> Any:
         if not isinstance(thing, nn.Module):
@@ -141,20 +130,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
         make, arguments, *rest = reduced
         if rest and isinstance(rest[0], dict):
-            rest[0] = {
-                name: OrderedDict() if name in _SILENT_HOOKS else value
-                for name, value in without_wrappers(rest[0]).items()
-            }
+            rest[0] = without_watchers(rest[0])
         return (make, arguments, *rest)
 
 
-class _Sending:
-    """What `torch.save` asks a module for pickling for."""
-
-    Pickler = _Pickler
-
-
-# Forward pre-hooks are sent: some compute weights.
-_SILENT_HOOKS = {name for name in vars(nn.Module()) if name.endswith("_hooks")} - {
-    "_forward_pre_hooks"
-}
+# What `torch.save` asks a module for pickling for.
+_SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)

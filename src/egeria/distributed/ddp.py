@@ -1,5 +1,4 @@
-"""DistributedDataParallel: its reducer is made for the parameters that required gradients when the
-model was wrapped, and is made anew at each change of what is frozen.
+"""DistributedDataParallel, whose reducer is made anew at each change of what is frozen.
 
 Without that, a freeze raises in the second forward pass ("Expected to have finished reduction"),
 and parameters that thaw diverge between ranks without an error.
@@ -14,19 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from egeria.distributed.ranks import LostError, world_size
 
-_DDP = "Build DistributedDataParallel without it, or give attach the bare model"
+_DDP = "Build DistributedDataParallel without it"
 BARE = (
-    "the model is trained by several processes and called without DistributedDataParallel, so "
-    "that nothing averages their gradients. Wrap the whole model: "
-    "model = DistributedDataParallel(model), before attach or after it"
+    "the model is called without DistributedDataParallel, so that nothing averages the gradients "
+    "of the processes. Wrap it: model = DistributedDataParallel(model)"
 )
 JOINED = (
-    "the loop trains in `join()`, for ranks with unequally many batches: one without batches "
-    "takes no part in decisions. Give all ranks equally many, as DistributedSampler does"
-)
-REPLICATED = (
-    "DataParallel copies the model in every forward pass, and the copies cannot be watched. Use "
-    "DistributedDataParallel, with one process for each device"
+    "the loop trains in `join()`, where a rank without batches takes no part in decisions. Give "
+    "all ranks equally many, as DistributedSampler does"
 )
 
 
@@ -42,14 +36,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper: `model` itself, or the one around it whose forward pass is under way.
-
-    A framework may wrap a bare model after `attach`. The wrapper is then found by a pre-forward
-    hook on the model that calls this function.
-    """
+    """Return the wrapper: `model` itself, or the one around it whose forward pass is under way."""
     given = getattr(model, "_orig_mod", model)
     if isinstance(given, DistributedDataParallel):
         return given
+    # A framework may wrap the model after `attach`: a hook on it finds the wrapper.
     find: Any = DistributedDataParallel._get_active_ddp_module
     active, inner = find(), unwrap(model)
     return active if active and any(part is inner for part in active.modules()) else None
@@ -59,44 +50,36 @@ def refuse(wrapper: DistributedDataParallel | None) -> str | None:
     """Return why what is frozen cannot change under a wrapper; None if it can.
 
     Args:
-        wrapper: None where the first forward pass was in no wrapper. Sharded models have none and
-            are not asked for here.
+        wrapper: None where the first forward pass was in none; sharded models are not asked for.
     """
     if wrapper is None:
         return BARE if world_size() > 1 else None
     held: Any = wrapper
     hooks = [getattr(hook, "__qualname__", "") for hook, _ in held._comm_hooks]
+    is_partial = distributed.get_world_size(held.process_group) != world_size()
+    is_built_in = not hooks and held._get_ddp_logging_data().get("comm_hook")
+    is_mixed, is_delayed = held.mixed_precision is not None, held._delay_all_reduce_params
     refused = {
-        "DistributedDataParallel(static_graph=True) fixes at its first iteration which parameters "
-        "are reduced. Build it without static_graph; find_unused_parameters is fine": (
-            held.static_graph
+        f"static_graph=True fixes once what is reduced. {_DDP}": held.static_graph,
+        f"mixed_precision reduces a second copy, as autocast does not. {_DDP}": is_mixed,
+        f"delay_all_reduce_named_params reduces views that are made once. {_DDP}": is_delayed,
+        "'python_reducer' reduces by hooks that are made once. Leave it out": (
+            held._use_python_reducer
         ),
-        "DistributedDataParallel(mixed_precision=...) keeps a second copy of what it reduces. "
-        f"{_DDP}; autocast does the same": held.mixed_precision is not None,
-        "DistributedDataParallel(delay_all_reduce_named_params=...) reduces views that are made "
-        f"once. {_DDP}": held._delay_all_reduce_params,
-        "compiled autograd (optimize_ddp='python_reducer') reduces by hooks that are made once. "
-        "Leave it out": held._use_python_reducer,
         "the optimizer steps within the backward pass, in a communication hook. Call "
         "optimizer.step() in the loop": any("hook_then_optimizer" in name for name in hooks),
-        "a built-in communication hook cannot be registered again. Register its twin of "
-        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks by register_comm_hook": (
-            not hooks and held._get_ddp_logging_data().get("comm_hook")
-        ),
-        "DistributedDataParallel is built over some processes of the job only. Build it over all": (
-            distributed.get_world_size(held.process_group) != world_size()
-        ),
+        "a built-in communication hook cannot be registered again. Use register_comm_hook with its "
+        "twin of torch.distributed.algorithms.ddp_comm_hooks.default_hooks": is_built_in,
+        "the wrapper is over some processes of the job only. Build it over all": is_partial,
         JOINED: held._join_config.enable,
     }
     return next((reason for reason, applies in refused.items() if applies), None)
 
 
 def check_not_joined(wrapper: DistributedDataParallel | None) -> None:
-    """Check before an exchange that all ranks take part in it.
+    """Raise LostError before an exchange in `join()`, which ranks without batches take no part in.
 
-    Raises:
-        LostError: the loop is in `join()`. Ranks without batches repeat the reductions as they
-            were, so that what is frozen must not change either.
+    They repeat the reductions as they were, so that what is frozen must not change either.
     """
     if wrapper is not None and wrapper._join_config.enable:
         raise LostError(JOINED)
@@ -107,8 +90,8 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
 
     It does what unpickling a wrapper does, for any process group and without exchanges. Options
     and communication hooks stay. It is called between a backward and a forward pass, or at the
-    beginning of the model's forward pass within the wrapper's, where a resumed run finds the
-    wrapper. An interrupted call leaves a reducer, and can be made again.
+    beginning of the model's forward pass within the wrapper's. An interrupted call leaves a
+    reducer, and can be made again.
     """
     held: Any = wrapper
     torch_distributed: Any = distributed
@@ -123,11 +106,9 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
 
 
 def _forget_buckets(state: Any) -> None:
-    """Start PowerSGD again: it keeps errors and factors by bucket.
-
-    It compresses nothing in the first two iterations, since buckets are ordered after the first.
-    """
+    """Start PowerSGD again: it keeps errors and factors by bucket."""
     if hasattr(state, "start_powerSGD_iter"):
         for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
             getattr(state, name).clear()
+        # Nothing is compressed in two iterations, since buckets are ordered after the first.
         state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + 2)

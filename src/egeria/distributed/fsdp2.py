@@ -14,9 +14,8 @@ from egeria.distributed.ranks import world_size
 
 _WAY_OUT = "Shard it by fully_shard alone, over one mesh of all processes"
 NO_PLASTICITY = (
-    "the model is sharded by fully_shard, so that no process can run it alone, and plasticity "
-    "compares its activations with those of a copy. Follow a plan, such as "
-    "attach(..., plan='0.5:1'), or use DistributedDataParallel where a replica fits"
+    "the model is sharded by fully_shard, and plasticity needs a copy of all of it. "
+    "Follow a plan, such as attach(..., plan='0.5:1'), or use DistributedDataParallel"
 )
 
 
@@ -26,19 +25,15 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the parts back where a pass has left whole parameters, on which changes would not last.
-
-    To be called before parameters are read or `requires_grad` is set.
-    """
+    """Put the parts back where a pass has left whole parameters, on which changes do not last."""
     for unit in _units(model):
         unit.reshard()
 
 
 def prepare_units(model: nn.Module) -> None:
-    """Choose the dtypes of gradients for units that were all frozen in their first forward pass.
+    """Choose the dtypes of gradients for units that were frozen in their first forward pass.
 
-    `fully_shard` chooses them once, from what trains then. To be called after `requires_grad` was
-    set.
+    `fully_shard` chooses them once, from what trains then. Call it once `requires_grad` is set.
     """
     for unit in _units(model):
         state = unit._get_fsdp_state()

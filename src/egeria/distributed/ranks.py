@@ -26,9 +26,7 @@ class RankError(EgeriaError):
 
 
 class LostError(EgeriaError):
-    """The ranks cannot reach each other. What is frozen must stay as it is, since a change on one
-    rank alone would leave the others waiting in the next backward pass.
-    """
+    """The ranks cannot reach each other: what is frozen must stay as it is on all of them."""
 
 
 def exchange(value: Any) -> list[Any]:
@@ -52,12 +50,10 @@ def together(work: Callable[[], T], *, pending: Exception | None = None) -> list
 
     Args:
         work: what to do. Its result can be pickled.
-        pending: a fault that this rank had since the last exchange. It is raised here on all
-            ranks, and nothing is done on this one.
+        pending: a fault that this rank had before: nothing is done, and it is raised on all.
 
     Raises:
-        RankError: it failed on one of several ranks. A process that is alone raises the fault
-            itself.
+        RankError: it failed on one of several ranks. A process that is alone raises its own fault.
         LostError: a rank did not answer within the timeout of the process group.
     """
     fault, answer = pending, b""
@@ -78,15 +74,12 @@ def together(work: Callable[[], T], *, pending: Exception | None = None) -> list
     return [pickle.loads(found) for found, _ in answers]
 
 
+# By default process group, the one that was made beside it.
 _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By default process group, the one that was made beside it."""
 
 
 def _cpu_group() -> Any:
-    """Return a process group of all ranks for values on the CPU, so that no device waits for them.
-
-    Where the default group has none, all ranks make one together, once.
-    """
+    """Return a process group of all ranks for values on the CPU; all ranks make it together."""
     world = distributed.group.WORLD
     if "cpu:" in distributed.get_backend_config(world):
         return world

@@ -1,10 +1,9 @@
-"""egeria in a training loop of Hugging Face Accelerate: `attach`, called after
-`accelerator.prepare`.
-"""
+"""Hugging Face Accelerate: `attach`, called after `accelerator.prepare`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -37,35 +36,26 @@ def attach(
 
     Args:
         accelerator: of the loop.
-        model: as `accelerator.prepare` returned it.
-        optimizer: as `accelerator.prepare` returned it, or a list of them.
-        loader: the training loader, as `accelerator.prepare` returned it.
-        scheduler: as `accelerator.prepare` returned it.
+        model: as `accelerator.prepare` returned it, as are the next three.
+        optimizer: one, or a list of them.
+        loader: the training loader.
+        scheduler: of the learning rate.
         log: whether the trackers of the accelerator get the scalars of the run.
         options: `total_steps` (optimizer steps of the whole run, of one process: with accumulation
-            these are fewer than batches), `config`, `policy`, `plan`, `directory` and `controller`
-            of `egeria.attach`.
-
-    Raises:
-        ConfigError: an argument is outside its contract.
+            these are fewer than batches) and others of `egeria.attach`.
     """
     if not hasattr(accelerator, "register_for_checkpointing"):
-        raise ConfigError(
-            "egeria.integrations.accelerate.attach takes the accelerate.Accelerator of the loop "
-            f"first, found {type(accelerator).__name__}. In a loop without one call "
-            "egeria.attach(model, optimizer, ...)."
-        )
-    trackers = _trackers(accelerator) if log else None
-    run = session.attach(model, optimizer, loader, scheduler=scheduler, log_to=trackers, **options)
-    # Checkpoints have as many states as the accelerator knows objects: a second run takes the place
-    # of the first.
-    known = getattr(accelerator, "_custom_objects", ())
-    places = [entry for entry in known if isinstance(entry, _Place)]
-    place = next((entry for entry in places if entry.run.summary().closed), None)
-    if place is None:
-        accelerator.register_for_checkpointing(_Place(run))
+        what, found = "attach takes the accelerate.Accelerator first", type(accelerator).__name__
+        raise ConfigError(f"{what}, found {found}. In a loop without one call egeria.attach.")
+    tracker = Tracker(name="a tracker of the accelerator", log=partial(_log, accelerator))
+    log_to = tracker if log else None
+    run = session.attach(model, optimizer, loader, scheduler=scheduler, log_to=log_to, **options)
+    # Checkpoints have one state for each known object: a second run takes the place of the first.
+    places = [e for e in getattr(accelerator, "_custom_objects", ()) if isinstance(e, _Place)]
+    if closed := [place for place in places if place.run.summary().closed]:
+        closed[0].run = run
     else:
-        place.run = run
+        accelerator.register_for_checkpointing(_Place(run))
     return run
 
 
@@ -83,18 +73,12 @@ class _Place:
             self.run.load_state_dict(state)
 
 
-def _trackers(accelerator: Any) -> list[Tracker]:
-    """Return what logs to the trackers of an accelerator, as they are when there is something to
-    log.
-    """
-
-    def log(values: Mapping[str, float], step: int) -> None:
-        for tracker in accelerator.trackers:
-            if tracker.name == "wandb":
-                # It drops what comes with a smaller step, and the loop's own may count epochs.
-                tracker.tracker.define_metric("egeria/*", step_metric="egeria/step")
-                tracker.log({**values, "egeria/step": step}, commit=False)
-            else:
-                tracker.log(dict(values), step=step)
-
-    return [Tracker(name="a tracker of the accelerator", log=log)]
+def _log(accelerator: Any, values: Mapping[str, float], step: int) -> None:
+    """Log to the trackers that an accelerator has now."""
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            # It drops what comes with a smaller step, and the loop's own may count epochs.
+            tracker.tracker.define_metric("egeria/*", step_metric="egeria/step")
+            tracker.log({**values, "egeria/step": step}, commit=False)
+        else:
+            tracker.log(dict(values), step=step)

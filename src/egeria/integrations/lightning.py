@@ -1,4 +1,4 @@
-"""egeria in Lightning: `Trainer(callbacks=[EgeriaCallback()])`."""
+"""Lightning: `Trainer(callbacks=[EgeriaCallback()])`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from egeria import session
 from egeria.config import Config
-from egeria.controller import Controller
 from egeria.errors import ConfigError, StateError
 from egeria.model.compile import is_compiled
 from egeria.policy import Maker
@@ -27,21 +26,21 @@ except ImportError:
     try:
         from pytorch_lightning import Callback  # the same code under its older name
     except ImportError as error:
-        raise ImportError(
-            "egeria.integrations.lightning needs lightning or pytorch_lightning, found neither. "
-            "Run `pip install egeria[lightning]`."
-        ) from error
+        message = "Lightning is not installed. Run `pip install egeria[lightning]`."
+        raise ImportError(message) from error
 
-_DECLINED_CALLBACKS = {
+if TYPE_CHECKING:
+    from egeria.controller import Controller
+
+_DECLINED = {
     "StochasticWeightAveraging": "averages the weights of all layers at a learning rate of its own",
     "BaseFinetuning": "freezes and thaws layers itself",
     "GradientAccumulationScheduler": "changes the number of steps that are still to come",
 }
-"""By the name of their class, which is the same in both packages, or of a class that they are made
-of."""
-_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
-_OTHER_STRATEGIES = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}
-"""Made of the others, and yet not followed."""
+"""Callbacks that are not followed, by the name of their class or of a base."""
+_FOLLOWED = {"SingleDeviceStrategy", "DDPStrategy"}
+_OTHERS = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}
+"""Strategies that are made of those, and yet not followed."""
 
 
 class EgeriaCallback(Callback):
@@ -54,19 +53,15 @@ class EgeriaCallback(Callback):
         module: name of the submodule to watch, such as 'backbone'. None takes the only child with
             anything to train, else the LightningModule. The cache and the policy 'egeria' need one
             that `training_step` calls as a whole, not in parts.
-        config: as of `egeria.attach`, as are the next four.
+        config: as of `egeria.attach`, as are `policy`, `plan`, `directory` and `controller`.
         policy: the name of a policy, or what makes one.
         plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2".
         directory: where the journal and the report go.
         controller: 'auto', 'process' or 'inline', or a controller of your own.
-        log: whether the loggers of the trainer get the scalars of the run, and at its end the
-            report, where they take files (MLflow, W&B).
+        log: whether the loggers of the trainer get the scalars of the run, and its report.
 
     Attributes:
         run: the `egeria.Run` of the newest `fit`, closed at its end; None where it was declined.
-
-    Raises:
-        ConfigError: a setting is outside its contract.
     """
 
     def __init__(
@@ -80,11 +75,9 @@ class EgeriaCallback(Callback):
         controller: str | Controller | None = None,
         log: bool = True,
     ) -> None:
-        if module is not None and not isinstance(module, str):
-            raise ConfigError(
-                "EgeriaCallback takes the name of a submodule of the LightningModule, found "
-                f"{type(module).__name__}. Pass its name, such as 'backbone'."
-            )
+        if not isinstance(module, (str, type(None))):
+            found = type(module).__name__
+            raise ConfigError(f"module takes the name of a submodule, found {found}. Pass that.")
         self.run: Run | None = None
         self._name, self._logs = module, log
         self._config = read_config(config, controller, policy, plan)
@@ -107,17 +100,15 @@ class EgeriaCallback(Callback):
         if reason := _reason_to_decline(trainer, pl_module, self._config):
             _warn(f"egeria freezes nothing in this training: {reason}")
             return
-        watched, state = _find_watched(pl_module, self._name), self._loaded
-        if state is None:
-            self._begin(trainer, watched, trainer.global_step)
-            return
-        self._begin(trainer, watched, int(state["first_step"]))
+        state, begins = self._loaded, trainer.global_step
+        self._begin(trainer, pl_module, int(state["first_step"]) if state else begins)
         try:
-            self.load_state_dict(state)
+            if state:
+                self.load_state_dict(state)
         except StateError as error:
             self._close()
-            _warn(f"egeria begins anew, since its state in the checkpoint does not fit: {error}")
-            self._begin(trainer, watched, trainer.global_step)
+            _warn(f"egeria starts from scratch: its state in the checkpoint does not fit: {error}")
+            self._begin(trainer, pl_module, begins)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -137,28 +128,24 @@ class EgeriaCallback(Callback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on as if the training had never stopped: plain
-        values and tensors.
-        """
+        """Return what a checkpoint needs: plain values and tensors."""
         if self.run is None:
             return self._loaded or {}
         return {"run": self.run.state_dict(), "first_step": self._first_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until the training starts: there are no optimizers before. A run under way
-        is rolled back, a closed one left as it is.
-        """
+        """Keep the state until the training starts; roll back a run that is under way."""
         if self.run is None:
             self._loaded = state_dict or None
         elif not self.run.summary().closed:
             self.run.load_state_dict(state_dict["run"])
             self._first_step = int(state_dict["first_step"])
 
-    def _begin(self, trainer: Any, watched: nn.Module, first_step: int) -> None:
-        self._first_step, loader = first_step, trainer.train_dataloader
-        steps = _total_steps(trainer)
+    def _begin(self, trainer: Any, pl_module: nn.Module, first_step: int) -> None:
+        steps, loader = _total_steps(trainer), trainer.train_dataloader
+        self._first_step = first_step
         self.run = session.attach(
-            watched,
+            _find_watched(pl_module, self._name),
             trainer.optimizers,
             # Of several none is the whole input.
             None if isinstance(loader, (Mapping, Sequence)) else loader,
@@ -177,50 +164,39 @@ class EgeriaCallback(Callback):
 def _reason_to_decline(trainer: Any, pl_module: Any, config: Config) -> str:
     """Return why a training cannot be followed; empty where it can."""
     if not pl_module.automatic_optimization:
-        return (
-            "the LightningModule optimizes manually, so that Lightning does not know where a step "
-            "ends. Call egeria.attach in on_train_start, and run.step(loss) after each optimizer "
-            "step"
-        )
-    for callback in trainer.callbacks:
-        for kind in type(callback).__mro__:
-            if what := _DECLINED_CALLBACKS.get(kind.__name__):
-                name = type(callback).__name__
-                return f"the callback {name} {what}. Use either that or EgeriaCallback"
-    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-    if not _STRATEGIES.intersection(kinds) or _OTHER_STRATEGIES.intersection(kinds):
-        return (
-            f"the strategy {kinds[0]} is not followed. Use strategy='ddp' where a replica fits "
-            "on each device"
-        )
+        return "the LightningModule optimizes manually. Call egeria.attach and run.step yourself"
+    for kinds in map(_kinds, trainer.callbacks):
+        if found := _DECLINED.keys() & set(kinds):
+            what = _DECLINED[found.pop()]
+            return f"the callback {kinds[0]} {what}. Use either that or EgeriaCallback"
+    strategies = _kinds(trainer.strategy)
+    if _FOLLOWED.isdisjoint(strategies) or not _OTHERS.isdisjoint(strategies):
+        return f"the strategy {strategies[0]} is not followed. Use strategy='ddp' where that fits"
     name, plan = config.policy.name, config.policy.plan or ""
     if _total_steps(trainer) is None and name in PLANNED and "step" not in plan:
-        return (
-            f"the policy {name!r} goes by the length of the training, which is unknown. Give "
-            "Trainer(max_steps=...), or limit_train_batches as a number beside max_epochs"
-        )
+        give = "Give Trainer(max_steps=...), or limit_train_batches as a number beside max_epochs"
+        return f"the policy {name!r} needs the length of the training, which is unknown. {give}"
     return ""
 
 
-def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """Return the module to watch.
+def _kinds(entry: object) -> list[str]:
+    """Return the names of the class of an object and of its bases, alike in both packages."""
+    return [kind.__name__ for kind in type(entry).__mro__]
 
-    Raises:
-        ConfigError: there is no submodule of this name.
-    """
+
+def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module:
+    """Return the module to watch."""
     if name is not None:
         try:
             return pl_module.get_submodule(name)
         except AttributeError as error:
             known = ", ".join(repr(child) for child, _ in pl_module.named_children())
             raise ConfigError(
-                "EgeriaCallback(module=...) names a submodule of the LightningModule, found "
-                f"{name!r} ({error}). Its children are {known}."
+                f"module names a submodule, found {name!r} ({error}). The children are {known}."
             ) from error
-    own = {id(entry) for entry in pl_module.parameters() if entry.requires_grad}
+    own = {entry for entry in pl_module.parameters() if entry.requires_grad}
     for child in pl_module.children():
-        is_only = own <= {id(entry) for entry in child.parameters()}
-        if is_only and (is_compiled(child) or not is_compiled(pl_module)):
+        if own <= {*child.parameters()} and (is_compiled(child) or not is_compiled(pl_module)):
             return child
     return pl_module
 
@@ -232,10 +208,8 @@ def _total_steps(trainer: Any) -> int | None:
 
 
 def _tracker(trainer: Any, logger: Any) -> Tracker:
-    """Return what logs to one logger, at once: through `self.log` it would be among the metrics of
-    Lightning.
-    """
-    kinds = {kind.__name__ for kind in type(logger).__mro__}
+    """Return what logs to one logger, at once: through `self.log` it would be a metric."""
+    kinds = _kinds(logger)
 
     def log(values: Mapping[str, float], step: int) -> None:
         logger.log_metrics(dict(values), step=trainer.global_step)
@@ -246,8 +220,8 @@ def _tracker(trainer: Any, logger: Any) -> Tracker:
         else:
             logger.experiment.log_artifact(str(folder), name="egeria-report", type="report")
 
-    takes_files = bool(kinds & {"MLFlowLogger", "WandbLogger"})
-    return Tracker(name=type(logger).__name__, log=log, keep=keep if takes_files else None)
+    takes_files = not {"MLFlowLogger", "WandbLogger"}.isdisjoint(kinds)
+    return Tracker(name=kinds[0], log=log, keep=keep if takes_files else None)
 
 
 def _warn(text: str) -> None:

@@ -1,6 +1,4 @@
-"""egeria in Ray Train: `attach`, called in the function that a `TorchTrainer` runs, after
-`prepare_model`.
-"""
+"""Ray Train: `attach`, in the function that a `TorchTrainer` runs, after `prepare_model`."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from egeria.session import Run
 try:
     from ray import train
 except ImportError as error:
-    raise ImportError(
-        "egeria.integrations.ray needs Ray Train. Run `pip install egeria[ray]`."
-    ) from error
+    raise ImportError("Ray Train is not installed. Run `pip install egeria[ray]`.") from error
 
 STATE_FILE, FOLDER = "egeria.pt", "egeria"
 
@@ -44,60 +40,53 @@ def attach(
     Args:
         model: as `ray.train.torch.prepare_model` returned it.
         optimizer: of the loop, or a list of them.
-        loader: the training loader, as `ray.train.torch.prepare_data_loader` returned it, or
-            another.
+        loader: the training loader, also as `ray.train.torch.prepare_data_loader` returned it.
         scheduler: of the loop.
         directory: where the journal and the report go; None takes the folder `egeria` where Ray
             keeps the run, if that is a folder and not a bucket: then give a URL.
-        options: `total_steps` (optimizer steps of the whole run, of one worker), `config`,
-            `policy`, `plan`, `controller` and `log_to` of `egeria.attach`.
-
-    Raises:
-        ConfigError: an argument is outside its contract.
+        options: `total_steps` (optimizer steps of the whole run, of one worker) and others of
+            `egeria.attach`.
     """
-    place = _place() if directory is None else directory
+    place = directory or _place()
     run = session.attach(model, optimizer, loader, scheduler=scheduler, directory=place, **options)
     run.__class__ = RayRun  # the very run that egeria knows, with two methods more
     return cast(RayRun, run)
 
 
 class RayRun(Run):
-    """An `egeria.Run` whose state rides in the checkpoints of Ray, and whose numbers are in its
-    results.
-    """
+    """An `egeria.Run` with its state in Ray's checkpoints and its numbers in Ray's results."""
 
     def report(
         self, metrics: Mapping[str, Any], checkpoint: train.Checkpoint | None = None, **options: Any
     ) -> None:
-        """Report metrics to Ray, those of egeria beside them, and its state in the checkpoint of
-        the first worker.
-
-        All workers call it, as `ray.train.report`. Where the state cannot be saved, the checkpoint
-        goes without it.
+        """Report metrics to Ray, with the numbers of egeria; all workers call it.
 
         Args:
             metrics: of the loop; where they have one of egeria's names, theirs counts.
-            checkpoint: with what the loop has saved, in a local folder.
+            checkpoint: what the loop has saved, in a local folder; the first worker adds the state
+                of the run.
             options: as of `ray.train.report`.
         """
         if checkpoint is not None and train.get_context().get_world_rank() == 0:
-            self._save(Path(checkpoint.path) / STATE_FILE)
+            file = Path(checkpoint.path) / STATE_FILE
+            try:
+                torch.save(self.state_dict(), file)
+            except Exception as error:
+                file.unlink(missing_ok=True)
+                self._recorder.fault("saving its state", error)
         train.report({**scalars(self.summary()), **metrics}, checkpoint, **options)
 
     def restore(self, checkpoint: train.Checkpoint | None = None) -> bool:
-        """Go on from the state in a checkpoint; to be called in all workers, after model and
-        optimizer have theirs.
+        """Go on from a checkpoint; all workers call it, after model and optimizer have theirs.
 
         Args:
             checkpoint: None takes the one that Ray restarts from, if it does.
 
         Returns:
-            Whether there was a state. A checkpoint without one is told of by a warning, and
-            freezing begins anew.
+            Whether there was a state. Without one egeria warns and starts from scratch.
 
         Raises:
-            StateError: the state is of another egeria, or of another model. Nothing has changed
-                then.
+            StateError: the state is of another egeria or model; nothing has changed then.
         """
         checkpoint = checkpoint or train.get_checkpoint()
         if checkpoint is None:
@@ -111,19 +100,10 @@ class RayRun(Run):
             self.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         return True
 
-    def _save(self, file: Path) -> None:
-        try:
-            torch.save(self.state_dict(), file)
-        except Exception as error:
-            file.unlink(missing_ok=True)
-            self._recorder.fault("saving its state", error)
-
 
 def _place() -> str | None:
-    """Return where the journal goes: beside the checkpoints; None where that is no folder, or is
-    not told.
-    """
-    with suppress(Exception):  # Ray may change what it tells, and does not tell it in local mode
+    """Return where the journal goes: beside the checkpoints, if they are in a folder."""
+    with suppress(Exception):  # Ray may change this, and has none in local mode
         storage = train.get_context().get_storage()
         if storage.storage_filesystem.type_name == "local":
             return f"{storage.experiment_fs_path}/{FOLDER}"

@@ -1,9 +1,8 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[EgeriaCallback()])`, and nothing else.
 
-Callbacks of a Trainer see neither the trainer nor the loss, and are told nothing when training ends
-by an exception. So the first `EgeriaCallback` that is made wraps the training loop of `Trainer`
-once, for all trainers: one without an `EgeriaCallback` is passed through; one that has it is
-followed until the loop ends, however it ends.
+Callbacks of a Trainer see neither the trainer nor the loss, nor that training ends by an exception.
+So the first `EgeriaCallback` wraps the training loop of `Trainer`, once for all trainers: one that
+has such a callback is followed until its loop ends.
 """
 
 from __future__ import annotations
@@ -39,28 +38,22 @@ TRACKERS = ("_wandb", "_ml_flow")
 
 
 class EgeriaCallback(TrainerCallback):
-    """Watches the training of a `transformers.Trainer` and freezes its front layers as they
-    converge.
+    """Watches the training of a `transformers.Trainer` and freezes its front layers.
 
     The model comes out of `train` as it went in: thawed and without hooks, also after an exception
     or Ctrl-C. Each checkpoint gets a file of the run, from which `resume_from_checkpoint` goes on.
 
     Args:
-        config: as of `egeria.attach`, as is the next one.
+        config: as of `egeria.attach`, as are `policy` and `plan`.
         policy: the name of a policy, or what makes one.
         directory: where the journal and the report go. None takes `egeria` in the trainer's
-            `output_dir`. Where the journal of another training is there already, a number is
-            appended: `egeria-2`; not to a URL.
-        log: whether the entries of `Trainer.log` about the training also have egeria's numbers, so
-            that all trackers in `report_to` draw them.
+            `output_dir`, or with a number (`egeria-2`) where a journal is there already.
+        log: whether the entries of `Trainer.log` also have egeria's numbers, for `report_to`.
         plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2".
 
     Attributes:
         run: the `egeria.Run` while the trainer trains; None before and after.
         report: path of the HTML report of the last training; None where there is none.
-
-    Raises:
-        ConfigError: a setting is outside its contract.
     """
 
     def __init__(
@@ -91,21 +84,12 @@ class EgeriaCallback(TrainerCallback):
 
     @contextmanager
     def follow(self, trainer: Any, checkpoint: str | None) -> Iterator[None]:
-        """Follow a trainer while the body runs, which is its loop; leave trainer and model as they
-        were.
-
-        Args:
-            trainer: the `transformers.Trainer` that has this callback.
-            checkpoint: the folder that the training goes on from; None where it begins.
-        """
+        """Follow a trainer while its loop runs, from a checkpoint or the start; undo it after."""
         self._notes, self._trainer, self.report = Recorder(None, echoes=rank() > 0), trainer, None
         self._checkpoint = Path(checkpoint) if checkpoint else None
         own = vars(trainer)
-        stand_ins: dict[str, Callable[..., Any]] = {
-            "training_step": self._note_loss,
-            "log": self._log,
-            "_save_optimizer_and_scheduler": self._save_beside,
-        }
+        stand_ins: dict[str, Any] = {"training_step": self._note_loss, "log": self._log}
+        stand_ins["_save_optimizer_and_scheduler"] = self._save_beside
         before = {name: own[name] for name in stand_ins if name in own}
         own.update({n: functools.partial(f, getattr(trainer, n)) for n, f in stand_ins.items()})
         try:
@@ -118,13 +102,10 @@ class EgeriaCallback(TrainerCallback):
             self._trainer = self._checkpoint = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach to what is trained, and go on from the checkpoint that the
-        trainer goes on from.
-        """
+        """Attach to what is trained, from the checkpoint that the trainer goes on from."""
         self._counted = state.global_step
         if self._trainer is None:
-            reason = "the trainer has a training loop of its own, not that of transformers.Trainer"
-            self._notes.decline("freezing", reason)
+            self._notes.decline("freezing", "the trainer has a training loop of its own")
         else:
             self._guard("attaching", lambda: self._begin(state))
 
@@ -140,7 +121,10 @@ class EgeriaCallback(TrainerCallback):
 
     def _begin(self, state: Any) -> None:
         trainer, saved = self._trainer, self._saved_state()
-        folder = self._folder() if self._directory is None else Path(self._directory)
+        # A trial of a search has a folder of its own.
+        output = Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None)))
+        folder = output / DIRECTORY if self._directory is None else Path(self._directory)
+        url = self._directory if is_url(self._directory) else None
         callbacks = trainer.callback_handler.callbacks
         held = [getattr(entry, name, None) for entry in callbacks for name in TRACKERS]
         attach = functools.partial(
@@ -152,7 +136,6 @@ class EgeriaCallback(TrainerCallback):
             config=self._config,
             log_to=[_keeper(entry) for entry in held if entry is not None and self._logs],
         )
-        url = self._directory if is_url(self._directory) else None
         if saved is not None:
             place = url or folder.with_name(saved["journal"])
             self.run = attach(total_steps=state.max_steps, directory=place)
@@ -166,15 +149,8 @@ class EgeriaCallback(TrainerCallback):
         steps = max(1, state.max_steps - state.global_step)
         self.run = attach(total_steps=steps, directory=url or _unused(folder))
 
-    def _folder(self) -> Path:
-        """Return where the journal goes by default; a trial of a search has a folder of its own."""
-        trainer = self._trainer
-        return Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None))) / DIRECTORY
-
     def _saved_state(self) -> dict[str, Any] | None:
-        """Return the state in the checkpoint that training goes on from; None where a process has
-        none to read.
-        """
+        """Return the state in the checkpoint; None where a process has none to read."""
         if self._checkpoint is None:
             return None
         path, read = self._checkpoint / STATE_FILE, list[dict[str, Any]]()
@@ -196,9 +172,7 @@ class EgeriaCallback(TrainerCallback):
             run.close()
 
     def _note_loss(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `trainer.training_step`, which returns what a micro-batch contributes to the
-        step's loss.
-        """
+        """Stand in for `training_step`, which returns a micro-batch's part of the loss."""
         loss = training_step(*args, **kwargs)
         if self.run is not None:
             self._losses.append(loss.detach())
@@ -207,25 +181,20 @@ class EgeriaCallback(TrainerCallback):
     def _log(
         self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any
     ) -> None:
-        """Stand in for `trainer.log`: add egeria's numbers; at the last entry end the run, while
-        trackers still take its report.
-        """
+        """Stand in for `log`: add egeria's numbers, and end the run with the last entry."""
         run, is_last = self.run, "train_runtime" in logs
         if run is not None and self._logs and (is_last or "loss" in logs):
             self._guard("logging", lambda: logs.update(scalars(run.summary())))
         log(logs, *args, **kwargs)
         if run is not None and is_last:
             self._close()
-            self._guard("reporting", lambda: self._report(run.directory))
-
-    def _report(self, directory: Path | None) -> None:
-        if directory is not None:
-            self.report = egeria.report(directory).path
+            if (directory := run.directory) is not None:
+                self._guard(
+                    "reporting", lambda: setattr(self, "report", egeria.report(directory).path)
+                )
 
     def _save_beside(self, save: Callable[..., Any], output_dir: str, *args: Any) -> None:
-        """Stand in for what saves the optimizer in every checkpoint, before it is uploaded: save
-        the run beside it.
-        """
+        """Stand in for what saves the optimizer in every checkpoint: save the run beside it."""
         save(output_dir, *args)
         trainer, run = self._trainer, self.run
         self.on_step_end(trainer.args, trainer.state, trainer.control)
@@ -259,10 +228,9 @@ def _unused(directory: Path) -> Path:
 
 
 def _wrap_loop() -> None:
-    """Have the training loop of `Trainer` run within `EgeriaCallback.follow` of its callbacks; done
-    once.
+    """Have the loop of `Trainer` run within `follow` of its `EgeriaCallback`s.
 
-    `auto_find_batch_size` calls it anew with a smaller batch, on a thawed model.
+    `auto_find_batch_size` calls it again with a smaller batch, on a thawed model.
     """
     original = Trainer._inner_training_loop
     if hasattr(original, "_egeria_follows"):

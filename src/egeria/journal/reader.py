@@ -1,4 +1,4 @@
-"""Reading: the events of a journal in order; torn or unknown lines are counted and left out."""
+"""Reading a journal, from a directory of this host or of a store that fsspec reaches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Journal:
 
     directory: Path
     events: tuple[Event, ...]
-    num_damaged: int
-    """Lines that could not be read: at most one per crash of the run that wrote them."""
+    num_damaged: int  # lines that could not be read: at most one per crash of the run
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind."""
@@ -44,7 +43,7 @@ class Journal:
 
 
 def read_journal(directory: str | Path) -> Journal:
-    """Read the journal of a run.
+    """Read the journal of a run; lines that are torn or unknown are counted and left out.
 
     Args:
         directory: the run's directory, or the journal file itself; also the URL of a directory.
@@ -53,67 +52,41 @@ def read_journal(directory: str | Path) -> Journal:
         JournalError: there is no journal, or a newer version of egeria wrote it.
     """
     path, text = _read(directory)
-    events: list[Event] = []
-    damaged = 0
+    events, damaged = list[Event](), 0
     for line in filter(str.strip, text.split("\n")):
-        record = _parse(line)
-        if record.get("event") == "journal_opened":
-            _check_schema(record.get("schema_version"), path)
-        elif (event := _event(record)) is None:
+        try:
+            record = json.loads(line)
+            if record["event"] == "journal_opened":
+                version = record.get("schema_version")
+                if not isinstance(version, int) or version > SCHEMA_VERSION:
+                    known = f"This egeria reads journals up to schema {SCHEMA_VERSION}"
+                    raise JournalError(f"{known}, {path} has schema {version!r}. Use a newer one.")
+                continue
+            kind = EVENT_TYPES[record["event"]]
+            names = {field.name for field in dataclasses.fields(kind)}
+            events.append(kind(**{key: value for key, value in record.items() if key in names}))
+        except (LookupError, TypeError, ValueError, RecursionError):
             damaged += 1
-        else:
-            events.append(event)
     return Journal(directory=path.parent, events=tuple(events), num_damaged=damaged)
 
 
 def _read(directory: str | Path) -> tuple[Path, str]:
-    """Return the file of a journal, or where it would be on this host, and its text."""
+    """Return where a journal is, or would be on this host, and its text."""
     place: object = directory
     try:
         if is_url(directory):
-            place = url = str(directory)
-            content = download(url, FILE_NAME).decode("utf-8", errors="replace")
+            content = download(str(directory), FILE_NAME).decode("utf-8", errors="replace")
             if not content:
-                raise FileNotFoundError(f"there is no {FILE_NAME} in {url}")
-            return local_directory(url, RUNS) / FILE_NAME, content
+                raise FileNotFoundError(f"there is no {FILE_NAME} in {directory}")
+            return local_directory(str(directory)) / FILE_NAME, content
         path = Path(directory)
         place = path = path / FILE_NAME if path.is_dir() else path
         return path, path.read_text(encoding="utf-8", errors="replace")
     except Exception as error:
         raise JournalError(
             f"A run's directory holds a {FILE_NAME}; {place} cannot be read: {error}. "
-            f"Give the directory that `attach` was given, or that `run.directory` names."
+            "Give the directory that `attach` was given, or that `run.directory` names."
         ) from error
-
-
-def _parse(line: str) -> dict[str, Any]:
-    """Return the object on a line, empty where there is none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _check_schema(version: object, path: Path) -> None:
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise JournalError(
-            f"This egeria reads journals up to schema {SCHEMA_VERSION}; {path} has schema "
-            f"{version!r}. "
-            f"Read it with the egeria that wrote it, or a newer one."
-        )
-
-
-def _event(record: dict[str, Any]) -> Event | None:
-    name = record.get("event")
-    kind = EVENT_TYPES.get(name) if isinstance(name, str) else None
-    if kind is None:
-        return None
-    names = {field.name for field in dataclasses.fields(kind)}
-    try:
-        return kind(**{name: value for name, value in record.items() if name in names})
-    except TypeError:
-        return None
 
 
 WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs")
@@ -121,32 +94,23 @@ WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs")
 
 
 def is_url(place: object) -> bool:
-    """Return whether a run's directory is somewhere that fsspec reaches, such as
-    's3://bucket/run'.
-    """
+    """Return whether a directory is of a store that fsspec reaches, such as 's3://bucket/run'."""
     return isinstance(place, str) and "://" in place
 
 
-def local_directory(url: str, runs: Path) -> Path:
-    """Return where a run is kept on this host whose directory is a URL: always the same, so that it
-    can go on.
-    """
-    url = url.rstrip("/")
-    digest = hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
-    return runs / f"{url.rsplit('/', 1)[-1]}-{digest}"
+def local_directory(url: str) -> Path:
+    """Return where a run whose directory is a URL is kept on this host."""
+    digest = hashlib.blake2b(url.rstrip("/").encode(), digest_size=4).hexdigest()
+    return RUNS / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
 
 
 def without_login(url: str) -> str:
-    """Return a URL as it may be told: without a name and a password."""
+    """Return a text with its URLs as they may be shown: without name and password."""
     return re.sub(r"://[^/@]*@", "://", url)
 
 
 def download(url: str, name: str) -> bytes:
-    """Return a file of a directory that fsspec reaches; empty where there is none.
-
-    Raises:
-        Exception: of the store's own kind: it cannot be reached, or one may not.
-    """
+    """Return a file of a directory in a store; empty where there is none."""
     store, root = _find(url)
     store.invalidate_cache()
     try:  # not `exists`, which takes every failure for no
@@ -157,11 +121,7 @@ def download(url: str, name: str) -> bytes:
 
 
 def upload(paths: Iterable[Path], url: str) -> None:
-    """Copy files to a directory that fsspec reaches; folders among them are left out.
-
-    Raises:
-        Exception: of the store's own kind.
-    """
+    """Copy files, but not folders, to a directory in a store."""
     store, root = _find(url)
     if url.split("://", 1)[0] in WITH_FOLDERS:
         store.makedirs(root, exist_ok=True)

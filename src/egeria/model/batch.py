@@ -12,8 +12,7 @@ import torch
 from egeria import tree
 
 OF_THE_LOSS = "num_items_in_batch"
-"""Argument by which models of transformers divide their loss: of all batches of an optimizer step,
-not of a sample."""
+"""By which models of transformers divide their loss: of an optimizer step, not of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,21 +26,15 @@ class Autocast:
     @classmethod
     def current(cls, device_type: str) -> Autocast:
         """Return the setting in force for a type of device."""
-        enabled, dtype = (
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-        )
+        enabled = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
         return cls(device_type=device_type, enabled=enabled, dtype=dtype)
 
     def context(self) -> torch.autocast:
-        """Return a context with this setting.
-
-        Without the cast cache: weights cast here, without gradient, must not be found by a training
-        forward that shares an outer autocast context.
-        """
-        return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
-        )
+        """Return a context with this setting."""
+        # A forward pass in training must not find weights in the cache that were cast without
+        # gradients.
+        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +50,8 @@ class Batch:
     @classmethod
     def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Batch:
         """Return the arguments of a call that is being made, and what holds for it."""
-        needs_grad = tree.requires_grad((args, kwargs))
-        return cls(
-            args=args, kwargs=kwargs, autocast=Autocast.current(device_type), needs_grad=needs_grad
-        )
+        needs_grad, autocast = tree.requires_grad((args, kwargs)), Autocast.current(device_type)
+        return cls(args=args, kwargs=kwargs, autocast=autocast, needs_grad=needs_grad)
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -70,30 +61,22 @@ class Batch:
     @property
     def num_rows(self) -> int | None:
         """Samples, where all of its tensors but that of the loss agree on their number."""
-        return tree.num_rows(
-            (self.args, {name: value for name, value in self.kwargs.items() if name != OF_THE_LOSS})
-        )
+        named = [value for name, value in self.kwargs.items() if name != OF_THE_LOSS]
+        return tree.num_rows((self.args, named))
 
     @property
     def unreadable(self) -> str:
-        """What among the arguments has contents that cannot be read, by its path and type; empty
-        for nothing.
-        """
+        """Path and type of an argument that cannot be read, see `tree.unreadable`."""
         return tree.unreadable(self.args, "args") or tree.unreadable(dict(self.kwargs), "kwargs")
 
     @property
     def contents(self) -> list[tuple[str, Any]]:
-        """Tensors and plain values among the arguments, each after its path in `arguments`; not
-        what is of the loss.
-
-        Sorted: the order in which a caller names arguments means nothing.
-        """
+        """Tensors and plain values but that of the loss, by their paths in `arguments`, sorted."""
         found = (entry for entry in tree.contents(self.arguments) if OF_THE_LOSS not in entry[0])
         return sorted(found, key=itemgetter(0))
 
     def first_rows(self, count: int | None) -> Batch:
-        """Return a copy cut to `count` samples, detached; whole without one, or if its tensors
-        disagree on rows.
+        """Return a copy cut to `count` samples, detached; whole where that is None or not possible.
 
         What the loss is divided by stays as it is. A copy, because a model may overwrite its input.
         """

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-GRAPHS_PER_DEPTH = 2
-"""Of one function: in training and in evaluation."""
-_users: dict[str, int] = {}
-"""Torch's limits as the user has them, while there is room of ours in them."""
+GRAPHS_PER_DEPTH = 2  # of one function: in training and in evaluation
+_users: dict[str, int] = {}  # torch's limits as the user has them, while ours are in force
 _room: dict[Compilation, int] = {}
 
 
@@ -38,9 +36,10 @@ class Compilation:
     def wait(self) -> None:
         """Run everything uncompiled until `begin`: hooks see the passes, and no graph is made."""
         if self._eager is None:
-            self._before = _eval_frame()._stance
+            frames: Any = torch._dynamo.eval_frame
+            self._before = frames._stance
             self._eager = type(self._before)("force_eager")
-            _eval_frame()._set_stance(self._eager)
+            frames._set_stance(self._eager)
 
     def begin(self, num_modules: int) -> None:
         """Let torch compile again, as often as freezing so many layer modules may need."""
@@ -71,8 +70,9 @@ class Compilation:
             _set_limits()
 
     def _restore_stance(self) -> None:
-        if self._eager is not None and _eval_frame()._stance is self._eager:
-            _eval_frame()._set_stance(self._before)
+        frames: Any = torch._dynamo.eval_frame
+        if self._eager is not None and frames._stance is self._eager:
+            frames._set_stance(self._before)
         self._eager = None
 
 
@@ -88,7 +88,3 @@ def _set_limits() -> None:
         setattr(config, name, own + sum(_room.values()))
     if not _room:
         _users.clear()
-
-
-def _eval_frame() -> Any:
-    return torch._dynamo.eval_frame

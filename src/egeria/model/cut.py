@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 
@@ -28,49 +29,28 @@ from egeria.model.watch import Node, Watch, reach, sinks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerModule:
-    """Consecutive layers that are judged and frozen as one unit.
+    """Consecutive layers that are judged and frozen as one unit."""
 
-    Attributes:
-        name: short and unique: "layer1", or "layer3.0-layer3.2" for a part of a stage.
-        submodules: dotted names of what belongs to it, front to back; none lies inside another.
-        parameters: those that freeze with it, as in `model.named_parameters()`.
-        num_parameters: elements of all parameters in it, also of those that never train.
-        tap: the submodule whose output is the output of this module.
-        share: of the multiplications of a forward pass (elements of matrices times rows).
-        reason: why it is cut here, in one sentence.
-    """
-
-    name: str
-    submodules: tuple[str, ...]
-    parameters: tuple[str, ...]
-    num_parameters: int
-    tap: str
-    share: float
-    reason: str
+    name: str  # short and unique: "layer1", or "layer3.0-layer3.2" for a part of a stage
+    submodules: tuple[str, ...]  # dotted names, front to back; none lies inside another
+    parameters: tuple[str, ...]  # those that freeze with it, as in `model.named_parameters()`
+    num_parameters: int  # elements of all parameters in it, also of those that never train
+    tap: str  # the submodule whose output is the output of this module
+    share: float  # of the multiplications of a forward pass (elements of matrices times rows)
+    reason: str  # why it is cut here, in one sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """The layer modules of a model in training, and the facts that say how deep it can freeze.
+    """The layer modules of a model in training, and the facts that say how deep it can freeze."""
 
-    Attributes:
-        modules: front to back.
-        trainable: of each module, whether any parameter freezes with it.
-        needs: of each output that counts, the modules with something to train that it depends on.
-        detaches: for each depth, whether the output of the frozen front may be detached. Where it
-            may not, that would lose a gradient of what still trains, or save nothing.
-        is_reentrant: whether a reentrant checkpoint runs, whose input must require a gradient.
-        deepest: the largest number of front modules that may be frozen.
-        reason: why that is not all but one, in one sentence; empty where it is.
-    """
-
-    modules: tuple[LayerModule, ...]
-    trainable: tuple[bool, ...]
-    needs: tuple[tuple[int, ...], ...]
-    detaches: tuple[bool, ...]
-    is_reentrant: bool
-    deepest: int
-    reason: str
+    modules: tuple[LayerModule, ...]  # front to back
+    trainable: tuple[bool, ...]  # of each module, whether any parameter freezes with it
+    needs: tuple[tuple[int, ...], ...]  # trainable modules that each output that counts depends on
+    detaches: tuple[bool, ...]  # for each depth, whether the output of the front may be detached
+    is_reentrant: bool  # whether a reentrant checkpoint runs, whose input must require a gradient
+    deepest: int  # the largest number of front modules that may be frozen
+    reason: str  # why that is not all but one, in one sentence; empty where it is
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cut as plain data, which JSON can hold."""
@@ -79,14 +59,11 @@ class Cut:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Cut:
         """Return what `to_dict` was called on; StateError if it is anything else."""
-        cut = _read(cls, entry)
-        cut = replace(cut, modules=tuple(_read(LayerModule, module) for module in cut.modules))
+        cut: Cut = _read(cls, entry)
         count, used = len(cut.modules), {0, cut.deepest}.union(*cut.needs)
         if {len(cut.trainable), len(cut.detaches)} != {count} or not used <= set(range(count)):
-            raise StateError(
-                f"A saved cut must state facts of each of its {count} layer modules, found others. "
-                "Load a state as it was saved."
-            )
+            contract = f"A saved cut has facts of each of its {count} layer modules"
+            raise StateError(f"{contract}, found others. Load a state as it was saved.")
         return cut
 
     @classmethod
@@ -100,36 +77,18 @@ class Cut:
         )
 
 
-# By annotation of a field: its type, or in a list that of its entries.
-_TYPES: dict[str, Any] = {
-    **{"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": [str]},
-    **{"tuple[bool, ...]": [bool], "tuple[tuple[int, ...], ...]": [[int]]},
-    "tuple[LayerModule, ...]": [Mapping],
-}
-_Record = TypeVar("_Record", LayerModule, Cut)
-
-
-def _read(cls: type[_Record], entry: Any) -> _Record:
-    """Return a record from plain data with exactly its fields; lists become tuples."""
-    types = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
-    names = set(entry) if isinstance(entry, Mapping) else set()
-    wrong = [name for name in types if name in names and not _is_a(entry[name], types[name])]
-    if names != set(types) or wrong:
-        raise StateError(
-            f"A saved {cls.__name__} must have the fields {sorted(types)}, each of its type; found "
-            f"{wrong or sorted(names)}. Load it with the version of egeria that saved it."
-        )
-    return cls(**{name: _tuples(value) for name, value in entry.items()})
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if isinstance(kind, list):
-        return isinstance(value, (list, tuple)) and all(_is_a(item, kind[0]) for item in value)
-    return isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+def _read(kind: Any, value: Any) -> Any:
+    """Return plain data as what it is to be: a record, a tuple of one kind, or a plain value."""
+    if kind in (Cut, LayerModule) and isinstance(value, Mapping):
+        kinds = get_type_hints(kind)
+        if value.keys() == kinds.keys():
+            return kind(**{name: _read(kinds[name], entry) for name, entry in value.items()})
+    elif get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_read(get_args(kind)[0], entry) for entry in value)
+    elif type(value) is kind:
+        return value
+    contract = f"A saved cut must have a {getattr(kind, '__name__', kind)} here"
+    raise StateError(f"{contract}, found {value!r:.100}. Load it with the version that saved it.")
 
 
 class _Atom(NamedTuple):
@@ -152,28 +111,17 @@ def make_modules(
     order: Sequence[str] | None = None,
     seen: Collection[str] | None = None,
 ) -> tuple[LayerModule, ...]:
-    """Cut a model into layer modules, front to back.
+    """Cut a model in training, without wrappers, into layer modules, front to back.
 
     A parameter belongs to the last layer module that uses it. One that no submodule which ran holds
     (a class token, a temperature) is looked for in the graph; where it is not found there, it was
     used behind all of them, as in the loss.
 
-    Args:
-        model: the model in training, without wrappers.
-        pattern: regular expression; each outermost submodule whose name it matches in full becomes
-            a layer module, with no regard to size.
-        target_share: share of all parameters that a layer module aims at; vocabularies do not
-            count.
-        minimum_share: share of them under which a stage joins its neighbour.
-        tables_apart: whether a submodule in front of all blocks that holds a lookup table which
-            nothing behind uses is a layer module of its own: it costs little in the passes, and
-            much in the optimizer.
-        keep: regular expression; parameters in whose names it is found never freeze.
-        watch: of the first passes. Without it the order is that of definition, and each weight
-            counts the same in `share`.
-        order: names of the pieces that ran, in execution order; those of `watch` where it is None.
-        seen: names of the parameters that received a gradient, which alone can freeze; all that
-            require one where it is None.
+    `pattern`, `target_share` and `keep` are settings of `[modules]`; under `minimum_share` of the
+    parameters a stage joins its neighbour. `tables_apart` makes a lookup table in front of all
+    blocks a layer module, if nothing behind uses it: it costs little in the passes, and much in the
+    optimizer. `watch` is of the first passes; without it the order is that of definition. `order`
+    has the names of the pieces that ran, `seen` those of the parameters that received a gradient.
 
     Raises:
         UnsupportedModelError: there is nothing to freeze or nothing to cut at.
@@ -188,28 +136,30 @@ def make_modules(
     by_name = {piece.name: piece for piece in pieces if piece.role != "direct"}
     line = [by_name[name] for name in (by_name if order is None else order) if name in by_name]
     places = _find_places(model, pieces, line, watch)
-    if tables_apart and pattern is None:
-        line = _with_table_apart(line, places)
+    line = _with_table_apart(line, places) if tables_apart and pattern is None else line
     atoms = _find_atoms(line)
-    if len(atoms) < 2:
-        raise UnsupportedModelError(
-            "A model must have at least two layers or blocks that run, found "
-            f"{[atom.core.name for atom in atoms]}; the last one never freezes. Make its parts "
-            "submodules, and call them: block(x), not block.forward(x)."
-        )
-    groups = [
-        Group(index, index + 1, f"The pattern {pattern!r} names it") for index in range(len(atoms))
-    ]
+    reason = f"The pattern {pattern!r} names it"
+    groups = [Group(index, index + 1, reason) for index in range(len(atoms))]
     if pattern is None:
         groups = _group(model, atoms, target_share, minimum_share)
-    frozen = {
-        name
-        for name, parameter in model.named_parameters()
-        if (parameter.requires_grad if seen is None else name in seen)
-        and not (keep and re.search(keep, name))
-    }
-    work = [_count_work(piece, watch) for piece in line]
-    return _build(model, atoms, groups, places, frozen, line=line, work=work)
+    if seen is None:
+        seen = {name for name, entry in model.named_parameters() if entry.requires_grad}
+    frozen = {name for name in seen if not (keep and re.search(keep, name))}
+    work, names = [_count_work(piece, watch) for piece in line], [atom.core.name for atom in atoms]
+    stops = [0, *(atoms[group.stop - 1].stop for group in groups)]
+    owned = _divide(model, places, stops)
+    return tuple(
+        LayerModule(
+            name=_name_group(names, group),
+            submodules=tuple(piece.name for piece in line[start:stop]),
+            parameters=tuple(name for name in own if name in frozen),
+            num_parameters=sum(own.values()),
+            tap=atoms[group.stop - 1].tap,
+            share=sum(work[start:stop]) / max(1, sum(work)),
+            reason=group.reason + ".",
+        )
+        for group, own, (start, stop) in zip(groups, owned, pairwise(stops), strict=True)
+    )
 
 
 def _find_places(
@@ -217,9 +167,9 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    For what no piece in `line` holds, for lookup tables, and for parts that have a second name
-    outside their piece, the graph is asked. For others it is not: blocks may keep a loss of their
-    own until the end, which is no other use of their weights.
+    The graph is asked for what no piece in `line` holds, for lookup tables, and for parts that have
+    a second name outside their piece. It is not for others: blocks may keep a loss of their own
+    until the end, which is no other use of their weights.
     """
     places = {name: index for index, piece in enumerate(line) for name in piece.parameters}
     uses = {} if watch is None else _find_uses(model, line, watch)
@@ -238,12 +188,9 @@ def _reused(model: nn.Module, pieces: Iterable[Piece]) -> set[nn.Parameter]:
     """Return the parameters of submodules that have another name, outside of their piece."""
     homes = {part: piece.name for piece in pieces for part in piece.module.modules()}
     named = model.named_modules(remove_duplicate=False)
-    return {
-        parameter
-        for name, part in named
-        if part in homes and name != homes[part] and not is_under(name, homes[part])
-        for parameter in part.parameters()
-    }
+    held = [(name, part, homes[part]) for name, part in named if part in homes]
+    away = {part for name, part, home in held if name != home and not is_under(name, home)}
+    return {parameter for part in away for parameter in part.parameters()}
 
 
 def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[str, int]:
@@ -275,11 +222,7 @@ def _with_table_apart(line: list[Piece], places: Mapping[str, int]) -> list[Piec
 
 
 def _find_atoms(line: Sequence[Piece]) -> list[_Atom]:
-    """Give every piece to a block or unit.
-
-    Stem and what lies in between go to the one that follows, the head to the last. What normalises
-    the output of a unit goes to that unit.
-    """
+    """Give every piece to a block or unit: the next one, or for a head or a norm the last."""
     atoms: list[_Atom] = []
     for stop, piece in enumerate(line, start=1):
         normalises = bool(atoms and piece.parameters and atoms[-1].core.role == "unit")
@@ -288,35 +231,29 @@ def _find_atoms(line: Sequence[Piece]) -> list[_Atom]:
         elif normalises or (atoms and stop == len(line)):
             tap = piece.name if normalises else atoms[-1].tap
             atoms[-1] = atoms[-1]._replace(stop=stop, tap=tap)
+    if len(atoms) < 2:
+        raise UnsupportedModelError(
+            "A model must have at least two layers or blocks that run, found "
+            f"{[atom.core.name for atom in atoms]}. Make its parts submodules, and call them: "
+            "block(x), not block.forward(x)."
+        )
     return atoms
 
 
 def _group(
     model: nn.Module, atoms: Sequence[_Atom], target_share: float, minimum_share: float
 ) -> list[Group]:
-    """Group atoms by size. Parameters shaped like a table outside of them do not count: next to
-    the vocabulary of a multilingual model every stage would look small.
-    """
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    tables = tables_in(model)
-    shapes = {table.shape for table in tables}
-    inside = {
-        name
-        for atom in atoms
-        if any(p.ndim >= 2 and p not in tables for p in atom.core.module.parameters())
-        for name in atom.core.parameters
-    }
-    return group_atoms(
-        [atom.core.name for atom in atoms],
-        [sum(sizes[name] for name in atom.core.parameters) for atom in atoms],
-        sum(
-            sizes[name]
-            for name, parameter in model.named_parameters()
-            if name in inside or parameter.shape not in shapes
-        ),
-        target_share=target_share,
-        minimum_share=minimum_share,
-    )
+    """Group atoms by size, next to which the vocabulary of a multilingual model does not count."""
+    named, tables = dict(model.named_parameters()), tables_in(model)
+    cores, shapes = [atom.core for atom in atoms], {table.shape for table in tables}
+    inside: set[str] = set()
+    for core in cores:
+        if any(p.ndim >= 2 and p not in tables for p in core.module.parameters()):
+            inside.update(core.parameters)
+    counted = (p for name, p in named.items() if name in inside or p.shape not in shapes)
+    total, names = sum(parameter.numel() for parameter in counted), [core.name for core in cores]
+    sizes = [sum(named[name].numel() for name in core.parameters) for core in cores]
+    return group_atoms(names, sizes, total, target_share=target_share, minimum_share=minimum_share)
 
 
 def _count_work(piece: Piece, watch: Watch | None) -> int:
@@ -326,33 +263,15 @@ def _count_work(piece: Piece, watch: Watch | None) -> int:
     return size * (1 if watch is None else watch.rows[piece.name])
 
 
-def _build(
-    model: nn.Module,
-    atoms: Sequence[_Atom],
-    groups: Sequence[Group],
-    places: Mapping[str, int],
-    frozen: Collection[str],
-    *,
-    line: Sequence[Piece],
-    work: Sequence[int],
-) -> tuple[LayerModule, ...]:
-    stops = [0, *(atoms[group.stop - 1].stop for group in groups)]
-    owned: list[dict[str, int]] = [{} for _ in groups]
+def _divide(
+    model: nn.Module, places: Mapping[str, int], stops: Sequence[int]
+) -> list[dict[str, int]]:
+    """Return for each group of pieces the elements of its parameters, by their names."""
+    owned: list[dict[str, int]] = [{} for _ in stops[1:]]
     for name, parameter in model.named_parameters():
         if name in places:
             owned[bisect_right(stops, places[name]) - 1][name] = parameter.numel()
-    return tuple(
-        LayerModule(
-            name=_name_group([atom.core.name for atom in atoms], group),
-            submodules=tuple(piece.name for piece in line[start:stop]),
-            parameters=tuple(name for name in own if name in frozen),
-            num_parameters=sum(own.values()),
-            tap=atoms[group.stop - 1].tap,
-            share=sum(work[start:stop]) / max(1, sum(work)),
-            reason=group.reason + ".",
-        )
-        for group, own, (start, stop) in zip(groups, owned, pairwise(stops), strict=True)
-    )
+    return owned
 
 
 def _name_group(names: Sequence[str], group: Group) -> str:
@@ -368,28 +287,20 @@ def _name_group(names: Sequence[str], group: Group) -> str:
 
 
 def read_graph(
-    model: nn.Module,
-    modules: Sequence[LayerModule],
-    watch: Watch,
-    trained: Collection[Tensor] = (),
+    model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Collection[Tensor] = ()
 ) -> Cut:
     """Add to the layer modules what the graph of the first passes says.
 
     Where no pass had an output to walk from, nothing may be detached, and the last layer module
-    with something to train is left in training.
-
-    Args:
-        model: the model in training, without wrappers.
-        modules: what it was cut into.
-        watch: of the first passes.
-        trained: all that the optimizers train, also tensors that are not of the model.
+    with something to train is left in training. `trained` is all that the optimizers train, also
+    tensors that are not of the model.
     """
     graph = _Graph(model, modules, watch, trained)
     needs = graph.needs()
     is_reentrant = graph.is_reentrant or bool(watch.hidden)
     passes = [] if is_reentrant else list(watch.passes.values())  # it makes passes of its own
-    limits = [(len(modules) - 1, ""), *_find_limits(model, modules, watch, needs, passes)]
-    deepest, reason = min(limits, key=lambda limit: limit[0])
+    limits = [*graph.limits(needs, passes), *graph.limits_inside()]
+    deepest, reason = min([(len(modules) - 1, ""), *limits], key=lambda limit: limit[0])
     return Cut(
         modules=tuple(modules),
         trainable=tuple(bool(module.parameters) for module in modules),
@@ -399,43 +310,6 @@ def read_graph(
         deepest=deepest,
         reason=reason,
     )
-
-
-def _find_limits(
-    model: nn.Module,
-    modules: Sequence[LayerModule],
-    watch: Watch,
-    needs: Iterable[tuple[int, ...]],
-    passes: Iterable[set[str]],
-) -> Iterator[tuple[int, str]]:
-    """Yield depths that may not be exceeded, and why."""
-    owners = {name: index for index, module in enumerate(modules) for name in module.parameters}
-    for need in needs:
-        last = max(need, default=0)
-        yield last, f"an output depends on nothing behind {modules[last].name} that trains"
-    for names in passes:
-        if names <= owners.keys():
-            last = max(owners[name] for name in names)
-            reached = f"reaches nothing behind {modules[last].name} that trains"
-            yield last, f"a backward pass of its own {reached}; add its loss to the others"
-    for name in watch.asked & owners.keys():
-        reason = "is asked for by torch.autograd.grad, which fails where nothing requires it"
-        yield owners[name], f"the gradient of {name} {reason}"
-    yield from _find_limits_inside(model, modules, watch)
-
-
-def _find_limits_inside(
-    model: nn.Module, modules: Sequence[LayerModule], watch: Watch
-) -> Iterator[tuple[int, str]]:
-    """Yield depths at which something in a layer module would fail or lose gradients, and why."""
-    for index, module in enumerate(modules):
-        for name in watch.read.intersection(module.submodules):
-            reason = "is read (retain_grad, or a hook on it), which fails where nothing requires it"
-            yield index, f"the gradient of the output of {name} {reason}"
-        for name in watch.hidden.intersection(module.submodules):
-            if not hasattr(model.get_submodule(name), "gradient_checkpointing"):
-                reason = "loses gradients behind a frozen layer; use_reentrant=False does not"
-                yield index, f"{name} runs in a reentrant checkpoint, which {reason}"
 
 
 class _Graph:
@@ -448,17 +322,14 @@ class _Graph:
         watch: Watch,
         trained: Collection[Tensor],
     ) -> None:
-        self._modules, self._nodes = modules, watch.nodes
+        self._model, self._modules, self._watch, self._nodes = model, modules, watch, watch.nodes
         self._outputs = _outputs_that_count(watch)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        trains = {name for parameter, name in names.items() if parameter.requires_grad}.union(
-            *(module.parameters for module in modules)
-        )
-        self._held = {
-            name: trains.intersection(names[p] for p in model.get_submodule(name).parameters())
-            for module in modules
-            for name in module.submodules
-        }
+        trains = {name for parameter, name in names.items() if parameter.requires_grad}
+        trains.update(*(module.parameters for module in modules))
+        parts = [name for module in modules for name in module.submodules]
+        held = [(name, model.get_submodule(name).parameters()) for name in parts]
+        self._held = {name: trains.intersection(names[p] for p in own) for name, own in held}
         everything = reach(self._outputs)
         self.is_reentrant = any("CheckpointFunction" in node.name() for node in everything)
         leaves = {node: node.variable for node in everything if hasattr(node, "variable")}
@@ -476,6 +347,35 @@ class _Graph:
         everything = tuple(i for i, module in enumerate(self._modules) if module.parameters)
         return needs - {()} or {everything}
 
+    def limits(
+        self, needs: Iterable[tuple[int, ...]], passes: Iterable[set[str]]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield depths that may not be exceeded, and why."""
+        modules = self._modules
+        owners = {name: index for index, module in enumerate(modules) for name in module.parameters}
+        for need in needs:
+            last = max(need, default=0)
+            yield last, f"an output depends on nothing behind {modules[last].name} that trains"
+        for names in passes:
+            if names <= owners.keys():
+                last = max(owners[name] for name in names)
+                reached = f"reaches nothing behind {modules[last].name} that trains"
+                yield last, f"a backward pass of its own {reached}; add its loss to the others"
+        for name in self._watch.asked & owners.keys():
+            reason = "is asked for by torch.autograd.grad, which fails where nothing requires it"
+            yield owners[name], f"the gradient of {name} {reason}"
+
+    def limits_inside(self) -> Iterator[tuple[int, str]]:
+        """Yield depths at which something in a layer module would fail, and why."""
+        for index, module in enumerate(self._modules):
+            for name in self._watch.read.intersection(module.submodules):
+                reason = "is read (retain_grad, a hook), which fails where nothing requires it"
+                yield index, f"the gradient of the output of {name} {reason}"
+            for name in self._watch.hidden.intersection(module.submodules):
+                if not hasattr(self._model.get_submodule(name), "gradient_checkpointing"):
+                    reason = "loses gradients behind a frozen layer; use_reentrant=False does not"
+                    yield index, f"{name} runs in a reentrant checkpoint, which {reason}"
+
     def _mark(self, module: LayerModule) -> set[Node]:
         """Return the nodes of what trains in a layer module."""
         own = set(module.parameters)
@@ -491,7 +391,9 @@ class _Graph:
         of it may be reached around the boundary (the embedding that a decoder uses as well), nor an
         input in front of it, and no later layer module may be there (a block that is called twice).
         """
-        edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else set()
+        edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else None
+        if not edge:
+            return False
         front = {name for module in self._modules[:depth] for name in module.submodules}
         frozen = {name for module in self._modules[:depth] for name in module.parameters}
         later = {name for module in self._modules[depth:] for name in module.parameters}
@@ -501,13 +403,10 @@ class _Graph:
         inside = (inside & self._trains - frozen).union(*(alive[n] for n in alive if n in front))
         sources = {node for name in alive if name in front for node in self._nodes[name]}
         others = {node for name in alive if name not in front for node in self._nodes[name]}
-        return (
-            bool(edge)
-            and inside <= later
-            and self._outside.isdisjoint(before)
-            and others.isdisjoint(before - edge)
-            and sources.union(self._inputs & before).isdisjoint(reach(self._outputs, edge))
-        )
+        around = reach(self._outputs, edge)
+        is_free = self._outside.isdisjoint(before) and others.isdisjoint(before - edge)
+        is_behind = inside <= later and sources.union(self._inputs & before).isdisjoint(around)
+        return is_free and is_behind
 
 
 def _outputs_that_count(watch: Watch) -> list[Node]:
@@ -517,9 +416,9 @@ def _outputs_that_count(watch: Watch) -> list[Node]:
     is computed from: the keys and values that a model returns beside its logits receive one from
     there. Where no output received any, it is those that no other output is computed from.
     """
-    passes: dict[int, list[Node]] = {}
+    passes: defaultdict[int, list[Node]] = defaultdict(list)
     for output in dict.fromkeys(watch.outputs):
         for task in watch.backwards.get(output, ()):
-            passes.setdefault(task, []).append(output)
+            passes[task].append(output)
     found = [output for outputs in passes.values() for output in sinks(outputs)]
     return list(dict.fromkeys(found)) or sinks(watch.outputs)

@@ -18,15 +18,15 @@ from egeria.model.hooks import Hook, sweep
 if TYPE_CHECKING:
     from egeria.model.cut import Cut
 
-NUM_COMPARED = 8
-"""Parameters whose values are compared at each question, for writes through `data`."""
+NUM_COMPARED = 8  # parameters whose values are compared each time, for writes through `data`
 _PARAMETRIZED = re.compile(r"parametrizations\.([^.]+)\.original\d*$")
 _ATTRIBUTES = ("requires_grad_", "__getstate__")
+_Place = tuple[dict[str, nn.Parameter | None], str]  # of a parameter: in a table, under a name
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Freezer:
-    """Owns the frozen depth of one model.
+    """Owns the frozen depth of one model without wrappers.
 
     Parameters of a frozen layer module require no gradient and hold none. Its submodules are in
     eval mode whoever calls `model.train()`, but for those that serve something that trains: a
@@ -36,11 +36,7 @@ class Freezer:
     What the user changes meanwhile is kept by a thaw: a call of `requires_grad_` on a frozen
     parameter, and a mode other than the model's. The assignment `parameter.requires_grad = False`
     leaves no trace there and is not seen, nor is a call on a tensor subclass (sharded parameters).
-
-    Args:
-        model: the model that was cut, without wrappers.
-        cut: its layer modules, and at which depths a boundary may be detached.
-        has_hooks: whether hooks may be put on the model; not where it is compiled.
+    A compiled model gets no hooks (`has_hooks`), so that nothing is detached there.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, *, has_hooks: bool = True) -> None:
@@ -48,8 +44,7 @@ class Freezer:
         self._held: list[list[_Held]] = []
         self._modes: dict[nn.Module, _Train] = {}
         self._boundary: _Boundary | None = None
-        self.is_whole = True
-        """False where a change was interrupted; the next call of `freeze_to` makes it whole."""
+        self.is_whole = True  # not where a change was interrupted: `freeze_to` makes it so again
 
     @property
     def depth(self) -> int:
@@ -59,21 +54,21 @@ class Freezer:
     def freeze_to(self, depth: int, *, detaches: bool = True) -> None:
         """Freeze the first `depth` layer modules and thaw all others.
 
-        Every change is noted before it is made: behind an interrupt the next call, for the same or
-        another depth, starts from a thawed model.
-
-        Args:
-            depth: how many are to be frozen. Whether training can go on is the caller's question.
-            detaches: whether the output of the front may be detached where the cut allows it.
+        Its output may be detached if the caller and the cut allow it. Every change is noted before
+        it is made: behind an interrupt the next call, for any depth, starts from a thawed model.
         """
         kept = depth if self.is_whole else 0
         self.is_whole = False
         if self._boundary is not None:
             self._boundary.close()
         self._thaw(kept)
-        for index in range(self.depth, depth):
+        now = self._parameters()
+        for module in self._cut.modules[self.depth : depth]:
+            names = [found for name in module.parameters for found in _find_names(name, now)]
             self._held.append([])
-            self._freeze(index)
+            for name in names:
+                self._held[-1].append(_Held(name, now[name]))
+                self._held[-1][-1].hold()
         self._set_modes(self._find_unused(depth) if depth else {})
         is_allowed = depth > 0 and detaches and self._cut.detaches[depth]
         if self._has_hooks and (is_allowed or (depth and self._cut.is_reentrant)):
@@ -84,30 +79,19 @@ class Freezer:
     def moved(self) -> list[str]:
         """Return the names of frozen parameters that were changed, replaced or switched on.
 
-        Torch counts writes; those that keep the values (a clamp without effect, averages swapped in
-        and out again) are no change. It does not count writes through `data`: these are looked for
-        in the few smallest parameters, since they mostly concern all.
+        Torch counts writes, of which those that keep the values are no change, but not writes
+        through `data`: these are looked for in the few smallest parameters, as they concern all.
         """
-        now = self._parameters()
-        held = [entry for part in self._held for entry in part]
+        now, held = self._parameters(), [entry for part in self._held for entry in part]
         smallest = heapq.nsmallest(NUM_COMPARED, held, key=lambda entry: entry.parameter.numel())
-        return [
-            entry.name
-            for entry in held
-            if now.get(entry.name) is not entry.parameter or entry.has_moved(entry in smallest)
-        ]
+
+        def is_other(entry: _Held) -> bool:
+            return now.get(entry.name) is not entry.parameter or entry.has_moved(entry in smallest)
+
+        return [entry.name for entry in held if is_other(entry)]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters(remove_duplicate=False))
-
-    def _freeze(self, index: int) -> None:
-        if not self._cut.trainable[index]:
-            return
-        now = self._parameters()
-        for name in self._cut.modules[index].parameters:
-            for current in _find_names(name, now):
-                self._held[index].append(_Held(current, now[current]))
-                self._held[index][-1].hold()
 
     def _thaw(self, depth: int) -> None:
         """Thaw what is behind `depth`, also parameters that have taken the place of frozen ones."""
@@ -129,7 +113,8 @@ class Freezer:
 
     def _find_unused(self, depth: int) -> dict[nn.Module, None]:
         """Return the submodules of frozen layer modules that serve nothing that trains."""
-        roots = [self._submodules(index) for index in range(len(self._cut.modules))]
+        names = [module.submodules for module in self._cut.modules]
+        roots = [[self._model.get_submodule(name) for name in own] for own in names]
         front = [part for own in roots[:depth] for part in own]
         later = {part for own in roots[depth:] for root in own for part in root.modules()}
         elsewhere = {part for _, part in self._model.named_modules(memo=set(front))}
@@ -146,43 +131,32 @@ class Freezer:
         parts = dict.fromkeys(part for root in frozen for part in root.modules())
         return {part: None for part in parts if not serves(part) and not _needs_mode(part)}
 
-    def _submodules(self, index: int) -> list[nn.Module]:
-        return [self._model.get_submodule(name) for name in self._cut.modules[index].submodules]
-
     def _make_boundary(self, depth: int, is_allowed: bool) -> _Boundary:
         modules, now = self._cut.modules, self._parameters()
         pieces = [name for own in modules for name in own.submodules]
         front = [name for own in modules[:depth] for name in own.submodules]
         later = {now.get(name) for own in modules[depth:] for name in own.parameters}
-        names = (
-            name.rpartition(".")
-            for name, parameter in now.items()
-            if parameter not in later
-            and (
-                any(is_under(name, part) for part in front)
-                or any(is_under(piece, parent_of(name)) for piece in pieces)
-            )
-        )
+
+        def is_in_front(name: str) -> bool:
+            around = (is_under(piece, parent_of(name)) for piece in pieces)
+            return any(is_under(name, part) for part in front) or any(around)
+
+        rest = [name for name, parameter in now.items() if parameter not in later]
+        names = [name.rpartition(".") for name in rest if is_in_front(name)]
         still = [(self._model.get_submodule(owner)._parameters, name) for owner, _, name in names]
-        return _Boundary(
-            self._model,
-            self._model.get_submodule(modules[depth - 1].tap),
-            still if is_allowed else None,
-            self._cut.is_reentrant,
-        )
+        tap = self._model.get_submodule(modules[depth - 1].tap)
+        return _Boundary(self._model, tap, still if is_allowed else None, self._cut.is_reentrant)
 
 
 def _needs_mode(part: nn.Module) -> bool:
     """Return whether a submodule keeps its mode, since that means more than its own layers.
 
-    Of quantized weights, which have classes of their own, it tells their library whether it may
-    pack them for inference, for good. Of the first layer of `nn.TransformerEncoder` it tells that
-    whether to hand nested tensors to all layers, which those in training do not take.
+    By that of quantized weights their library may pack them for inference, for good. By that of its
+    first layer `nn.TransformerEncoder` hands nested tensors to all, also to those in training.
     """
-    own = part.parameters(recurse=False)
-    return isinstance(part, nn.TransformerEncoderLayer) or any(
-        type(p) is not nn.Parameter and not hasattr(p, "to_local") for p in own if p.dim() > 1
-    )
+    own = [p for p in part.parameters(recurse=False) if p.dim() > 1 and not hasattr(p, "to_local")]
+    is_quantized = any(type(parameter) is not nn.Parameter for parameter in own)
+    return is_quantized or isinstance(part, nn.TransformerEncoderLayer)
 
 
 def _find_names(name: str, now: Mapping[str, nn.Parameter]) -> list[str]:
@@ -194,15 +168,11 @@ def _find_names(name: str, now: Mapping[str, nn.Parameter]) -> list[str]:
 
 
 class _Held:
-    """One frozen parameter; an attribute on it sees calls of its `requires_grad_`.
-
-    A `__getstate__` leaves both out of pickles, and `deepcopy` any attribute of a parameter.
-    """
+    """One frozen parameter; attributes on it see its `requires_grad_`, and are in no pickle."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
-        self.was_active = parameter.requires_grad
-        """False where the loop itself has switched it off since the first step."""
+        self.was_active = parameter.requires_grad  # not where the loop has switched it off
         self._is_users = not self.was_active
         self._version, self._fingerprint = _read_version(parameter), _fingerprint(parameter)
 
@@ -245,9 +215,9 @@ def _read_version(parameter: nn.Parameter) -> int:
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, str]:
-    """Return the sum of bit patterns, in a dtype of their size: torch makes no copy for that.
+    """Return the sum of bit patterns, for which torch makes no copy, and that of the values.
 
-    That wraps, so that halving 512 values does not show in it; the sum of the values shows that.
+    The first wraps, so that halving 512 values does not show in it.
     """
     part = tree.own_part(parameter)
     kind = _INTEGERS.get(part.element_size(), torch.int64)
@@ -264,8 +234,8 @@ class _Train:
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self._module, self._model = module, model
         self._own = vars(module).get("train")
+        # The mode that it has by itself; None where it has the model's.
         self._wish = None if module.training == model.training else module.training
-        """The mode that it has by itself; None where it has the model's."""
         self._version = self._statistics_version()
 
     def hold(self) -> None:
@@ -298,10 +268,7 @@ class _Train:
         return (type(self._module).train, (self._module,)) if self._own is None else (self._own, ())
 
     def _was_reset(self) -> bool:
-        """Return whether a normalisation makes its statistics anew (`swa_utils.update_bn`).
-
-        They were reset: in eval mode it would go on with a mean of 0.
-        """
+        """Return whether a normalisation makes its statistics anew (`swa_utils.update_bn`)."""
         if self._statistics_version() == self._version:
             return False  # nothing wrote to them; the count may be on an accelerator
         count = getattr(self._module, "num_batches_tracked", None)
@@ -324,11 +291,7 @@ class _Boundary:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tap: nn.Module,
-        still: list[tuple[dict[str, nn.Parameter | None], str]] | None,
-        is_reentrant: bool,
+        self, model: nn.Module, tap: nn.Module, still: list[_Place] | None, is_reentrant: bool
     ) -> None:
         self._model, self._tap, self._still = model, tap, still
         self._is_reentrant = self._is_needed = is_reentrant
@@ -353,12 +316,10 @@ class _Boundary:
         if not torch.is_grad_enabled():
             return None
         is_now = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+        is_asked = self._is_asked if is_now else self._was_asked
         own = (table.get(name) for table, name in self._still or ())
-        detaches = (
-            self._still is not None
-            and not (self._is_asked if is_now else self._was_asked)
-            and not any(parameter is not None and parameter.requires_grad for parameter in own)
-        )
+        trains = any(parameter is not None and parameter.requires_grad for parameter in own)
+        detaches = self._still is not None and not is_asked and not trains
         if detaches and not self._is_needed:
             self._is_needed = tree.requires_grad(output)
             if not self._is_needed:

@@ -25,8 +25,7 @@ from egeria.config.checks import regular_expression, require
 from egeria.errors import UnsupportedModelError
 
 # A layer module is made of blocks, or of units where blocks hold less than half of the matrices,
-# with the loose submodules around them. Direct are parameters that a submodule which was taken
-# apart holds itself.
+# with what is loose around them. Direct are parameters that a submodule taken apart holds itself.
 Role = Literal["block", "unit", "loose", "direct"]
 ATOMS = ("block", "unit")
 _PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
@@ -59,23 +58,19 @@ def can_be_called(module: nn.Module) -> bool:
 
 def tables_in(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that are looked up by index."""
-    tables = (
-        part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
-    )
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    tables = (part for part in module.modules() if isinstance(part, kinds))
     return {parameter for table in tables for parameter in table.parameters()}
 
 
 def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ...]:
-    """Take a model apart, in the order of definition.
+    """Take a model without wrappers apart, in the order of definition.
 
-    Args:
-        model: the model in training, without wrappers.
-        pattern: regular expression; the blocks are the outermost submodules whose names it matches
-            in full. None looks for classes that repeat.
+    The blocks are the outermost submodules whose names `pattern` matches in full; without one they
+    are found by classes that repeat.
 
     Raises:
-        UnsupportedModelError: the model has no parameters, or some without a shape, or the pattern
-            matches fewer than two submodules.
+        UnsupportedModelError: parameters, their shapes or matches are missing.
         ConfigError: the pattern is no regular expression.
     """
     parameters = list(model.parameters())
@@ -85,8 +80,7 @@ def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ..
         )
     if any(map(is_lazy, parameters)):
         raise UnsupportedModelError(
-            "All parameters must have a shape, found lazy ones. Run one forward pass before "
-            "attaching egeria."
+            "All parameters must have a shape, found lazy ones. Run one forward pass before attach."
         )
     if pattern is None:
         return tuple(_walk(model, _Census(model).role))
@@ -105,15 +99,14 @@ def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
     require(not contract, "modules.pattern", contract, pattern)
     matches: list[str] = []
     for name, module in model.named_modules():
-        has_output = can_be_called(module) and any(True for _ in module.parameters())
+        has_output = can_be_called(module) and next(module.parameters(), None) is not None
         inside = bool(matches) and is_under(name, matches[-1])
         if name and has_output and not inside and re.fullmatch(pattern, name):
             matches.append(name)
     if len(matches) < 2:
         raise UnsupportedModelError(
-            f"modules.pattern must match the full dotted names of two submodules at least, "
-            f"{pattern!r} matches {matches}. Compare it with the names in `model.named_modules()`; "
-            f"lists and dicts of modules and submodules without parameters do not count."
+            f"modules.pattern must match the full names of two submodules with parameters, "
+            f"{pattern!r} matches {matches}. Compare it with the names in `model.named_modules()`."
         )
     return matches
 
@@ -153,12 +146,9 @@ class _Census:
         tokens = {p for p in model.parameters() if p.ndim == 3 and p.shape[0] == 1}
         matrices = {p for p in model.parameters() if p.ndim >= 2} - tables_in(model) - tokens
         self._weights = {module: matrices.intersection(module.parameters()) for module in modules}
-        kinds = Counter(
-            type(part)
-            for part in modules
-            if type(part) not in _PURE_CONTAINERS and len(self._weights[part]) >= 2
-        )
-        self._repeated = {kind for kind, count in kinds.items() if count >= 2}
+        kinds = Counter(type(part) for part in modules if len(self._weights[part]) >= 2)
+        repeated = {kind for kind, count in kinds.items() if count >= 2}
+        self._repeated = repeated.difference(_PURE_CONTAINERS)
         self._blocks = self._outermost_blocks(model, frozenset())
         held = set().union(*(self._weights[block] for block in self._blocks))
         self._blocks_dominate = bool(self._blocks) and 2 * len(held) >= len(self._weights[model])
@@ -184,10 +174,8 @@ class _Census:
         waiting = list(model.children())
         while waiting:
             module = waiting.pop()
-            is_candidate = (
-                self._repeats(module) and type(module) not in excluded and can_be_called(module)
-            )
-            if is_candidate and not self._is_stage(module):
+            is_candidate = self._repeats(module) and type(module) not in excluded
+            if is_candidate and can_be_called(module) and not self._is_stage(module):
                 blocks.add(module)
             else:
                 waiting.extend(module.children())
@@ -203,9 +191,8 @@ class _Census:
         Experts inside a transformer block are siblings too, but its attention outweighs each.
         """
         siblings = [self._weights[sibling] for sibling in self._siblings(module)]
-        return bool(siblings) and len(self._weights[module].difference(*siblings)) < min(
-            map(len, siblings)
-        )
+        rest = self._weights[module].difference(*siblings)
+        return bool(siblings) and len(rest) < min(map(len, siblings))
 
     def _siblings(self, module: nn.Module) -> list[nn.Module]:
         """Collect the outermost same-class repeated children of chains inside the module."""
@@ -213,9 +200,8 @@ class _Census:
         is_chain = not can_be_called(module) or type(module).forward is nn.Sequential.forward
         classes = Counter(type(child) for child in children if is_chain and self._repeats(child))
         found = [child for child in children if classes[type(child)] >= 2 and self._repeats(child)]
-        return found + [
-            inner for child in children if child not in found for inner in self._siblings(child)
-        ]
+        others = [child for child in children if child not in found]
+        return found + [inner for child in others for inner in self._siblings(child)]
 
 
 JUMP = 2.0  # factor between the sizes of neighbours from which on they are no stage
@@ -239,9 +225,8 @@ def group_atoms(
 ) -> list[Group]:
     """Group atoms of these names and sizes, front to back, into layer modules.
 
-    Stages are found first; those under `minimum_share` join a neighbour, and those well over
-    `target_share` are split into parts of similar size. The last atom stays alone in the end, since
-    the last layer module is never frozen. Shares are those of `total`.
+    Stages are found first; those under `minimum_share` of the total join a neighbour, and those
+    well over `target_share` are split into parts of similar size. The last atom stays alone.
     """
     stages = _join_small(_find_stages(names, sizes), sizes, minimum_share * total)
     *groups, last = (part for stage in stages for part in _split(stage, sizes, total, target_share))
@@ -276,7 +261,7 @@ def _home(name: str, names: Sequence[str]) -> str:
 def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
     """Return whether the size changes by a factor of `JUMP` at atom i, and not only for one atom.
 
-    Where sizes alternate (every other block a mixture of experts, say) there is no stage to find.
+    Sizes that alternate, as those of every other block with experts, make no stage.
     """
 
     def differ(a: int, b: int) -> bool:
@@ -316,25 +301,21 @@ def _split(stage: Group, sizes: Sequence[int], total: int, target_share: float) 
 
 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Split a sequence into contiguous parts with the least sum of squared sizes.
+    """Return where to split into contiguous parts with the least sum of squared sizes.
 
-    Returns where the second and later parts begin; of equally good splits the one with longer parts
-    in front.
+    Of equally good splits it is the one with longer parts in front.
     """
     sums = [0, *accumulate(sizes)]
     costs = [(sums[-1] - sums[start]) ** 2 for start in range(len(sizes))]  # the rest as one part
     choices: list[list[int]] = []  # for one part more each time: where the second part begins
     for parts in range(2, num_parts + 1):
-        best = [
-            min(
-                ((sums[edge] - sums[start]) ** 2 + costs[edge], -edge)
-                for edge in range(start + 1, len(sizes) - parts + 2)
-            )
-            for start in range(len(sizes) - parts + 1)
-        ]
+        best: list[tuple[int, int]] = []
+        for start in range(len(sizes) - parts + 1):
+            edges = range(start + 1, len(sizes) - parts + 2)
+            best.append(min(((sums[e] - sums[start]) ** 2 + costs[e], -e) for e in edges))
         costs = [cost for cost, _ in best]
         choices.append([-edge for _, edge in best])
-    edges = [0]
+    begins = [0]
     for choice in reversed(choices):
-        edges.append(choice[edges[-1]])
-    return edges[1:]
+        begins.append(choice[begins[-1]])
+    return begins[1:]

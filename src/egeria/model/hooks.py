@@ -14,24 +14,19 @@ _FLAGS = ("_with_kwargs", "_always_called")
 
 
 class Hook(partial[Any]):
-    """Calls a function with its owner in front.
+    """Calls a function with its owner in front, who may remove the hook by `sweep`.
 
     A model may be copied or saved at any time (averages of weights, `torch.save(model)`). The copy
     has a function of the standard library that does nothing in its place, so that a saved model is
     loaded where this library is not installed.
-
-    Args:
-        owner: who may remove the hook, see `sweep`.
-        function: called as `function(owner, *args)` with what torch hands to the hook.
     """
 
-    def __new__(cls, owner: Any, function: Callable[..., Any]) -> Hook:
-        """Make the hook of an owner."""
+    def __new__(cls, owner: Any, function: Callable[..., Any]) -> Hook:  # noqa: D102
         return super().__new__(cls, function, owner)
 
     @property
     def owner(self) -> Any:
-        """Who may remove the hook."""
+        """What the function is called with in front."""
         return self.args[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

@@ -11,28 +11,22 @@ from torch import Tensor, nn
 from egeria.tree import own_part
 
 COARSE_SHARE, FINE_SHARE = 0.2, 0.1
-"""What `modules.target_share` stands for where it is None: plasticity judges one layer module after
-the other, so that few are better; a plan for a pretrained model freezes many at their own times."""
+"""For a `modules.target_share` of None: plasticity judges layer modules one by one, so that few are
+better; a plan for a pretrained model freezes many, each at its own time."""
 
 
 def find_trained_norms(model: nn.Module) -> dict[str, bool]:
     """Return for each normalisation layer, by its dotted name, whether it was ever trained.
 
-    They begin with all weights equal, 1 or 0, and with the statistics of no data; training moves
-    each number by itself. What is of torch or has `norm` in the name of its class counts.
-    Parameters in parts are judged by the part of this process.
+    They begin with all weights equal, 1 or 0, and with the statistics of no data. Parameters in
+    parts are judged by the part of this process.
     """
-    found = {
-        name: [not _is_constant(values) for values in _numbers(part)]
-        for name, part in model.named_modules()
-    }
-    return {name: any(signs) for name, signs in found.items() if signs}
+    found = {name: list(_numbers(part)) for name, part in model.named_modules()}
+    return {name: not all(map(_is_constant, own)) for name, own in found.items() if own}
 
 
 def is_mostly_trained(norms: Mapping[str, bool]) -> bool:
-    """Return whether most normalisation layers came trained, so that training on
-    is a fine-tuning.
-    """
+    """Return whether most normalisation layers were trained before, so that this is fine-tuning."""
     return 2 * sum(norms.values()) > len(norms)
 
 
@@ -45,17 +39,12 @@ def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict
 
 
 def _numbers(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the weights and the statistics of a normalisation layer."""
+    """Yield the weights and the statistics of what has `norm` in the name of its class."""
     if "norm" not in type(module).__name__.lower():
         return
-    for values in (getattr(module, "weight", None), getattr(module, "running_mean", None)):
-        if (
-            isinstance(values, Tensor)
-            and values.dim() == 1
-            and values.is_floating_point()
-            and not values.is_meta
-        ):
-            yield values
+    named = (getattr(module, name, None) for name in ("weight", "running_mean"))
+    tensors = (values for values in named if isinstance(values, Tensor) and not values.is_meta)
+    yield from (values for values in tensors if values.dim() == 1 and values.is_floating_point())
 
 
 @torch.no_grad()

@@ -7,9 +7,9 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,111 +20,29 @@ from egeria import dist, tree
 from egeria.model.batch import Batch
 from egeria.random_state import Generator, kept_random_state, restoring
 
+KEPT = (
+    "its forward pass keeps tensors outside of the model (such as auxiliary losses in a list), and "
+    "a pass of our own would add to them"
+)
 _own_passes = threading.local()
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """By model: what a pass of ours under way is to restore."""
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-MOST_BYTES = 2**26
-"""Of a tensor among the attributes: a larger one is not copied, and keeps what a pass of ours
-writes to it."""
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_OURS = ("torch.", "egeria.", "builtins.", "functools.")
 
 
 def is_own_pass() -> bool:
-    """Return whether this thread is within `undisturbed`: a forward pass now is ours, not the
-    user's.
-    """
+    """Return whether this thread is within `undisturbed`: a forward pass now is not the user's."""
     return bool(getattr(_own_passes, "depth", 0))
 
 
 class CommunicationError(Exception):
-    """The model's forward pass talks to other processes, which do not make a pass of ours together
-    with this one.
-    """
+    """The model's forward pass talks to other processes, which make no pass of ours with it."""
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets no operation wait for other processes: none of them takes part."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation of one process."""
-        if getattr(func, "namespace", "").startswith(("c10d", "_c10d")):
-            raise CommunicationError(
-                f"the forward pass of the model communicates between processes ({func}), and a "
-                "pass of one process "
-                "alone, by which layers are judged, would wait for the others. Let the model "
-                "communicate in its "
-                f"loss, outside of forward"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-class _Before:
-    """What a forward pass may change of a model, as it is now, and the switches of torch.
-
-    Args:
-        modules: all of the model.
-        learning: identities of buffers that may change without a trace.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], learning: Collection[int]) -> None:
-        self._learning = learning
-        self._fused = torch.backends.mha.get_fastpath_enabled()
-        self._plans = cast(Any, torch.backends.cuda).cudnn_sdp_enabled()
-        self._depth = getattr(_own_passes, "depth", 0)
-        self._attributes = [
-            (module, dict(vars(module)), dict(module._buffers)) for module in modules
-        ]
-        held = [
-            value
-            for _, table, _ in self._attributes
-            for name, value in table.items()
-            if name not in _OF_MODULES
-        ]
-        self._contents = [restore for value in held if (restore := _restoring(value)) is not None]
-        buffers = {
-            id(entry): entry
-            for module in modules
-            for entry in module._buffers.values()
-            if entry is not None
-        }
-        kept = {
-            id(value): value for value in held if isinstance(value, Tensor) and _is_small(value)
-        } | buffers
-        tensors = [tensor for tensor in kept.values() if not tensor.is_inference()]
-        self._tensors = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
-        weights = {weight for module in modules for weight in module._parameters.values()}
-        plain = [
-            entry
-            for entry in weights
-            if type(entry) is nn.Parameter and entry.layout is torch.strided
-        ]
-        self._weights = [(weight, weight.data) for weight in plain]
-
-    def restore(self) -> None:
-        """Give the model back what it had; can be called again."""
-        _own_passes.depth = self._depth
-        torch.backends.mha.set_fastpath_enabled(self._fused)
-        torch.backends.cuda.enable_cudnn_sdp(self._plans)
-        for module, before, buffers in self._attributes:
-            restore_table(vars(module), before)
-            restore_table(module._buffers, buffers)
-        with torch.no_grad():
-            for tensor, version, saved in self._tensors:
-                if id(tensor) in self._learning:
-                    tensor.data.copy_(
-                        saved
-                    )  # `data`: a graph of the user's that waits for its backward saved it
-                elif tensor._version != version:
-                    tensor.copy_(saved)
-        for restore in self._contents:
-            restore()
-        for weight, memory in self._weights:
-            if weight.data_ptr() != memory.data_ptr():
-                weight.data = memory
+class TapReachedError(BaseException):
+    """Ends a forward pass that has run far enough; no handler in a model swallows it."""
 
 
 @contextmanager
@@ -133,16 +51,13 @@ def undisturbed(
 ) -> Iterator[None]:
     """Put the model in inference mode for the block and leave no trace behind.
 
-    Restored afterwards, also when the block raises: the attributes of every submodule, its mode
-    among them (set directly, since a user's own `train` may do more than set it), what is in those
-    that are containers or random generators, every buffer, and tensor among the attributes, that
-    the pass changed or replaced, weights that it gave other memory (`weight.data = ...`), and the
-    random state. Forward hooks are silent: they may collect what they see. Pre-hooks run, since
-    some compute weights. Nothing is compiled, so that hooks fire. The fused inference path of
-    `nn.TransformerEncoder` is off: it calls no submodule, so no tap would. The attention of cuDNN
-    is off too, also with `keeps_modes`, where another may take its place: it makes a plan for each
-    new shape, and a pass of ours often has a shape of its own. On an H100 the first took 1.8 s,
-    later ones 0.15 s.
+    Restored afterwards, also when the block raises: the attributes of every submodule with its
+    mode, what is in those that are containers, random generators or tensors, buffers, weights that
+    were given other memory (`weight.data = ...`), and the random state. Forward hooks are silent:
+    they may collect what they see. Pre-hooks run, since some compute weights. Nothing is compiled,
+    and the fused path of `nn.TransformerEncoder`, which calls no submodule, is off. So is the
+    attention of cuDNN where another can take its place, in any mode: it makes a plan for each new
+    shape, the first in 1.8 s and later ones in 0.15 s on an H100.
 
     Args:
         model: the model to run.
@@ -156,21 +71,25 @@ def undisturbed(
     """
     finish(model)
     modules = list(model.modules())
-    before = _Before(modules, _learning_buffers(modules) if keeps_modes else set())
-    fused, attention = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda
+    # Batch normalisation moves its buffers without counting versions.
+    training = [module for module in modules if module.training and keeps_modes]
+    before = _Before(modules, {id(entry) for m in training for entry in m._buffers.values()})
+    cuda: Any = torch.backends.cuda
+    thrifty = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()
     try:
         _unfinished[model] = before
-        _own_passes.depth = getattr(_own_passes, "depth", 0) + 1
-        torch.backends.mha.set_fastpath_enabled(fused and keeps_modes)
-        if _has_other_attention():
-            attention.enable_cudnn_sdp(False)
+        _own_passes.depth = before.depth + 1
+        torch.backends.mha.set_fastpath_enabled(before.fused and keeps_modes)
+        cuda.enable_cudnn_sdp(before.plans and not (thrifty and cuda.math_sdp_enabled()))
         for module in modules:
-            module.__dict__["training"] = module.training and keeps_modes
-            module.__dict__["_forward_hooks"] = OrderedDict()
+            # Not by `train`, since one of the user's own may do more.
+            vars(module)["training"] = module.training and keeps_modes
+            vars(module)["_forward_hooks"] = OrderedDict()
             if not keeps_modes:
-                module.__dict__["_compiled_call_impl"] = None
-        alone: Any = _Alone() if dist.world_size() > 1 else nullcontext()  # type: ignore[no-untyped-call]
-        with kept_random_state(model), torch.set_grad_enabled(gradients), alone:
+                vars(module)["_compiled_call_impl"] = None
+        with kept_random_state(model), torch.set_grad_enabled(gradients), ExitStack() as alone:
+            if dist.world_size() > 1:
+                alone.enter_context(_Alone())  # type: ignore[no-untyped-call]
             yield
     finally:
         finish(model)
@@ -184,42 +103,85 @@ def finish(model: nn.Module) -> None:
         del _unfinished[model]
 
 
-def _learning_buffers(modules: list[nn.Module]) -> set[int]:
-    """Return the buffers of modules in training mode: batch normalisation moves its own without
-    counting versions.
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets no operation wait for other processes: none of them takes part."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of one process."""
+        if getattr(func, "namespace", "").startswith(("c10d", "_c10d")):
+            raise CommunicationError(
+                f"the forward pass of the model communicates between processes ({func}), and a "
+                "pass of one process alone, by which layers are judged, would wait for the others. "
+                "Let the model communicate in its loss, outside of forward"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _Before:
+    """What a forward pass may change of a model, as it is now.
+
+    Args:
+        modules: all of the model.
+        untold: identities of tensors that may change without counting a version.
     """
-    return {
-        id(buffer) for module in modules if module.training for buffer in module._buffers.values()
-    }
 
+    def __init__(self, modules: Sequence[nn.Module], untold: Collection[int]) -> None:
+        self._untold = untold
+        cuda: Any = torch.backends.cuda
+        self.fused, self.plans = torch.backends.mha.get_fastpath_enabled(), cuda.cudnn_sdp_enabled()
+        self.depth = getattr(_own_passes, "depth", 0)
+        self._tables = [(vars(m), dict(vars(m)), m._buffers, dict(m._buffers)) for m in modules]
+        held = [
+            value
+            for _, table, _, _ in self._tables
+            for name, value in table.items()
+            if name not in _OF_MODULES
+        ]
+        self._contents = [restore for value in held if (restore := _restoring(value)) is not None]
+        held += [entry for *_, table in self._tables for entry in table.values()]
+        tensors = {id(entry): entry for entry in held if isinstance(entry, Tensor)}.values()
+        kept = [entry for entry in tensors if not entry.is_inference()]
+        self._tensors = [(entry, entry._version, entry.detach().clone()) for entry in kept]
+        weights = {weight for module in modules for weight in module._parameters.values()}
+        self._weights = [
+            (entry, entry.data)
+            for entry in weights
+            if type(entry) is nn.Parameter and entry.layout is torch.strided
+        ]
 
-def _has_other_attention() -> bool:
-    """Return whether there is another than that of cuDNN, as thrifty, and one that takes what that
-    does not.
-    """
-    cuda: Any = torch.backends.cuda
-    return bool(
-        cuda.math_sdp_enabled() and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled())
-    )
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= MOST_BYTES
+    def restore(self) -> None:
+        """Give the model back what it had, and the switches of torch; can be called again."""
+        cuda: Any = torch.backends.cuda
+        _own_passes.depth = self.depth
+        torch.backends.mha.set_fastpath_enabled(self.fused)
+        cuda.enable_cudnn_sdp(self.plans)
+        for attributes, before, buffers, before_buffers in self._tables:
+            restore_table(attributes, before)
+            restore_table(buffers, before_buffers)
+        with torch.no_grad():
+            for tensor, version, saved in self._tensors:
+                if id(tensor) in self._untold:
+                    # `data`: a graph that waits for its backward pass may have saved it.
+                    tensor.data.copy_(saved)
+                elif tensor._version != version:
+                    tensor.copy_(saved)
+        for restore in self._contents:
+            restore()
+        for weight, memory in self._weights:
+            if weight.data_ptr() != memory.data_ptr():
+                weight.data = memory
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
-    """Return what gives an attribute back the contents that it has now; None for what has none that
-    are known.
-    """
+    """Return what gives a container or a generator its contents back; None for anything else."""
     if isinstance(value, Generator):
         return restoring(value)
-    if type(value) in _CONTAINERS:
-        return partial(_refill, value, value.copy())
-    return None
+    return partial(_refill, value, value.copy()) if type(value) in _CONTAINERS else None
 
 
 def _refill(container: Any, before: Any) -> None:
-    """Give a container the entries that it had before."""
     container.clear()
     (container.update if isinstance(container, (set, dict)) else container.extend)(before)
 
@@ -231,42 +193,34 @@ def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
     table.update(before)
 
 
-class TapReachedError(BaseException):
-    """Ends a forward pass that has run far enough; a BaseException, so that no handler in a model
-    swallows it.
-    """
-
-
 def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
-    """Return the activation of submodule `tap` for the batch, running the model no further than it.
+    """Return what `captures` gives for one submodule, None if it gives nothing."""
+    return captures(model, [tap], batch).get(tap)
 
-    That is the first floating-point tensor of its output [B, ...], detached; None if it was not
-    called or has none.
+
+def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
+    """Return the activations [B, ...] of submodules for the batch, running the model no further.
+
+    That is the first floating-point tensor of two dimensions or more that each gives when it is
+    called first, detached; those that give none are left out.
     """
-    captured: list[Any] = []
+    missing, found = set(taps), dict[str, Tensor]()
 
-    def stop(_module: nn.Module, _args: Any, output: Any) -> None:
-        captured.append(output)
-        raise TapReachedError
+    def keep(tap: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        activation = tree.first_activation(output)
+        if activation is not None and tap in missing:
+            # A copy, since what follows may write to it.
+            found[tap] = activation.detach().clone() if len(missing) > 1 else activation.detach()
+        missing.discard(tap)
+        if not missing:
+            raise TapReachedError
 
-    handle = model.get_submodule(tap).register_forward_hook(stop)
-    try:
-        with batch.autocast.context():
-            model(*batch.args, **batch.kwargs)
-    except TapReachedError:
-        pass
-    finally:
-        handle.remove()
-    activation = tree.first_activation(captured)
-    return None if activation is None else activation.detach()
-
-
-KEPT = (
-    "its forward pass keeps tensors outside of the model (such as auxiliary losses in a list), and "
-    "a pass of our own would add to them"
-)
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_OURS = ("torch.", "egeria.", "builtins.", "functools.")
+    with ExitStack() as hooks, suppress(TapReachedError), batch.autocast.context():
+        for tap in taps:
+            module = model.get_submodule(tap)
+            hooks.enter_context(module.register_forward_hook(partial(keep, tap)))
+        model(*batch.args, **batch.kwargs)
+    return found
 
 
 def living() -> set[int]:

@@ -16,32 +16,17 @@ from egeria.errors import brief
 from egeria.model.group import Piece
 from egeria.model.hooks import Hook, sweep
 
+Node = Any  # of the graph (`Tensor.grad_fn`); while it is held, it keeps its identity
 _current_backward: Any = torch._C._current_graph_task_id  # the backward pass this is in, or -1
 
 
 class Watch:
     """Notes which pieces ran, in which order, and where their outputs stand in the graph.
 
-    The hooks sit on the pieces and on the modules around them, not inside. They stay until `close`,
-    so that all passes before the first optimizer step are seen, also where the loop calls parts of
-    the model one by one. Not noted are passes without gradients, unless they are part of one with
-    gradients, and what a backward pass computes anew for a checkpoint.
-
-    Args:
-        model: the model in training, without wrappers.
-        pieces: what `find_pieces` gave for it.
-
-    Attributes:
-        order: the names of the pieces that ran, by their last call in a pass.
-        nodes: of each piece, the nodes of its outputs.
-        rows: of each piece, how many vectors its weights were multiplied with, over all calls.
-        outputs: the nodes of what the outermost calls returned.
-        backwards: of each output, the backward passes in which it received a gradient.
-        hidden: pieces that ran in a reentrant checkpoint: their outputs got nodes behind the call.
-        passes: of each backward pass, the names of the parameters that it reached.
-        read: pieces of whose outputs the loop reads the gradient, by `retain_grad` or a hook.
-        num_calls: how often the model was called: once for each micro-batch.
-        failure: what went wrong in a hook; nothing is noted from then on, and no cut can be made.
+    The hooks sit on the pieces and on the modules around them until `close`, so that all passes
+    before the first optimizer step are seen, also where the loop calls parts of the model one by
+    one. Not noted are passes without gradients, unless they are part of one with gradients, and
+    what a backward pass computes anew for a checkpoint.
     """
 
     def __init__(self, model: nn.Module, pieces: Iterable[Piece]) -> None:
@@ -50,19 +35,24 @@ class Watch:
         self._stack: list[nn.Module] = []
         self._late: list[tuple[str, Tensor]] = []
         self._learned: set[str] = set()
+        self._added: set[tuple[int, str]] = set()
+        self._given: list[tuple[str, weakref.ref[Tensor]]] = []
         self._pass: dict[str, None] = {}
+        # Names of the pieces that ran, by their last call in a pass; the nodes of their outputs;
+        # how many vectors their weights were multiplied with, over all calls.
         self.order: dict[str, None] = {}
         self.nodes: defaultdict[str, list[Node]] = defaultdict(list)
         self.rows: defaultdict[str, int] = defaultdict(int)
+        # Of what the outermost calls returned, and the backward passes that gave it a gradient.
         self.outputs: list[Node] = []
         self.backwards: defaultdict[Node, set[int]] = defaultdict(set)
+        # Pieces in a reentrant checkpoint, whose outputs got nodes behind the call; those whose
+        # outputs' gradient the loop reads; the parameters that each backward pass reached.
         self.hidden: set[str] = set()
-        self.passes: defaultdict[int, set[str]] = defaultdict(set)
         self.read: set[str] = set()
-        self._added: set[tuple[int, str]] = set()
-        self._given: list[tuple[str, weakref.ref[Tensor]]] = []
-        self.num_calls = 0
-        self.failure = ""
+        self.passes: defaultdict[int, set[str]] = defaultdict(set)
+        self.num_calls = 0  # of the model: one for each micro-batch
+        self.failure = ""  # of a hook: nothing is noted from then on, and no cut can be made
 
     @property
     def is_empty(self) -> bool:
@@ -112,7 +102,7 @@ class Watch:
         return Hook(self, partial(Watch._guarded, note=partial(note, **given)))
 
     def _guarded(self, *args: Any, note: Callable[..., None]) -> None:
-        """Note something in a pass of the user's, which no error of ours may end."""
+        """Note something in a pass of the user's, which no error of ours may stop."""
         try:
             if torch.compiler.is_compiling():
                 self.failure = "it was compiled behind attach. Compile it before"
@@ -148,10 +138,8 @@ class Watch:
 
     def _find_readers(self) -> None:
         """Look for outputs whose gradient is read: of what is frozen that would raise an error."""
-        for name, reference in self._given:
-            tensor = reference()
-            if tensor is None:
-                continue
+        alive = [(name, tensor) for name, given in self._given if (tensor := given()) is not None]
+        for name, tensor in alive:
             hooks: Any = tensor._backward_hooks or {}
             modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
             own = [not module.startswith(("torch.", "egeria.")) for module in modules]
@@ -193,13 +181,14 @@ class Watch:
 
     def _settle(self) -> None:
         """Read the nodes that a checkpoint has given to outputs of what ran inside it."""
-        if torch.is_grad_enabled():
-            late, self._late = self._late, []
-            for name, tensor in late:
-                if tensor.grad_fn is not None:
-                    self._learned.add(name)
-                    self.hidden.add(name)
-                    self.nodes[name].append(tensor.grad_fn)
+        if not torch.is_grad_enabled():
+            return
+        for name, tensor in self._late:
+            if tensor.grad_fn is not None:
+                self._learned.add(name)
+                self.hidden.add(name)
+                self.nodes[name].append(tensor.grad_fn)
+        self._late.clear()
 
 
 def _count_rows(module: nn.Module, found: list[Tensor]) -> int:
@@ -212,19 +201,13 @@ def _count_rows(module: nn.Module, found: list[Tensor]) -> int:
     return output.numel() // max(1, output.shape[1 if is_image else -1])
 
 
-Node = Any
-"""A node of the graph (`Tensor.grad_fn`); while it is held, it keeps its identity."""
-
-
 def parents(node: Node) -> list[Node]:
     """Return the nodes that a node passes its gradients to."""
     return [parent for parent, _ in node.next_functions if parent is not None]
 
 
 def reach(starts: Iterable[Node], stop: Collection[Node] = ()) -> set[Node]:
-    """Return the nodes that are reached from `starts`, themselves included, but not through or
-    into `stop`.
-    """
+    """Return `starts` and the nodes that are reached from them, but nothing in or behind `stop`."""
     waiting, seen = list(starts), set()
     while waiting:
         node = waiting.pop()

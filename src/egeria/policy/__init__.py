@@ -4,8 +4,6 @@
 policy, `paper` that of the paper, with its rules for thawing in `schedules`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from egeria.config import Config
@@ -21,8 +19,8 @@ from egeria.policy.base import (
     Status,
     Wants,
 )
-from egeria.policy.paper import EgeriaPolicy, choose_interval
-from egeria.policy.plan import Plan, PlanPolicy, draw_up, find_plan
+from egeria.policy.paper import EgeriaPolicy
+from egeria.policy.plan import PLANNED, Plan, PlanPolicy, draw_up, find_plan
 from egeria.policy.schedules import (
     RULES,
     Moment,
@@ -50,7 +48,6 @@ __all__ = [
     "UnfreezeAction",
     "UnfreezeRule",
     "Wants",
-    "choose_interval",
     "draw_up",
     "find_maker",
     "find_plan",
@@ -60,18 +57,13 @@ __all__ = [
 ]
 
 POLICIES: dict[str, Maker] = {
-    "plan": PlanPolicy,
-    "static": PlanPolicy,
-    "linear": PlanPolicy,
-    "none": PlanPolicy,
+    **dict.fromkeys((*PLANNED, "none"), PlanPolicy),
     "egeria": EgeriaPolicy,
 }
 
 
 def find_maker(config: Config) -> Maker:
-    """Return what makes the policy that `policy.name` means: a built-in one with these settings, or
-    the callable itself.
-    """
+    """Return what makes the policy of `policy.name`: a built-in one, or the user's own."""
     name = config.policy.name
     if not isinstance(name, str):
         return name  # type: ignore[no-any-return]

@@ -21,26 +21,17 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What a policy is asked with.
-
-    Attributes:
-        step: optimizer steps made; 0 in the question before the first one.
-        frozen: how many front layer modules are frozen now.
-        num_steps: optimizer steps of the interval that has just ended. 0 where the policy is asked
-            in between: at step 0, after one of `Wants.steps`, or because readings have arrived.
-        loss: mean of the finite losses of the interval; None where there was none.
-        learning_rate: the present one.
-        readings: those that have arrived since the last question, oldest first.
-        seconds: median wall-clock seconds of an iteration.
+    """What a policy is asked with: at the end of an interval, or in between (`num_steps` is 0), at
+    step 0, after one of `Wants.steps`, or because readings have arrived.
     """
 
-    step: int
-    frozen: int = 0
-    num_steps: int = 0
-    loss: float | None = None
+    step: int  # optimizer steps made; 0 in the question before the first one
+    frozen: int = 0  # how many front layer modules are frozen now
+    num_steps: int = 0  # optimizer steps of the interval that has just ended
+    loss: float | None = None  # mean of its finite losses; None where there was none
     learning_rate: float = 0.0
-    readings: tuple[Reading, ...] = ()
-    seconds: float = 0.0
+    readings: tuple[Reading, ...] = ()  # since the last question, oldest first
+    seconds: float = 0.0  # median wall-clock time of an iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +44,12 @@ class Depth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wants:
-    """When a policy is asked, beside the question at step 0, and what is measured for it.
+    """When a policy is asked, beside the question at step 0, and what is measured for it."""
 
-    Attributes:
-        plasticity_of: the layer module that is evaluated at the end of each interval.
-        refresh: whether the reference model is to be refreshed at the end of this interval.
-        interval_steps: optimizer steps of an interval, at whose end the policy is asked; None
-            leaves them to the run.
-        steps: optimizer steps after which it is asked as well.
-    """
-
-    plasticity_of: int | None = None
-    refresh: bool = False
-    interval_steps: int | None = None
-    steps: tuple[int, ...] = ()
+    plasticity_of: int | None = None  # the layer module that is evaluated after each interval
+    refresh: bool = False  # whether the reference model is refreshed at the end of this interval
+    interval_steps: int | None = None  # optimizer steps of an interval; None: the run chooses
+    steps: tuple[int, ...] = ()  # optimizer steps after which the policy is asked as well
 
     def next_step(self, step: int) -> int | None:
         """Return the smallest of `steps` above `step`; None where there is none."""
@@ -75,24 +58,15 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """For the journal: the attribute `status` of a policy, if it has one.
+    """For the journal: the attribute `status` of a policy, if it has one."""
 
-    Attributes:
-        stage: such as 'bootstrapping'.
-        reason: why the stage began.
-        window: `W` as it is now, in evaluations.
-        smoothed: the reading that the policy was last asked with, smoothed; None where it was asked
-            without one, or did not want it. Likewise `slope`, `tolerance`, and `stationary`, how
-            many evaluations in a row were stationary.
-    """
-
-    stage: str
-    reason: str = ""
-    window: int = 0
-    smoothed: float | None = None
+    stage: str  # such as 'bootstrapping'
+    reason: str = ""  # why the stage began
+    window: int = 0  # `W` as it is now, in evaluations
+    smoothed: float | None = None  # the newest reading, smoothed; None where none was wanted
     slope: float | None = None
     tolerance: float | None = None
-    stationary: int = 0
+    stationary: int = 0  # how many evaluations in a row were stationary
 
 
 @runtime_checkable

@@ -1,6 +1,4 @@
-"""'egeria': the policy of the paper (algorithm 1), which freezes the front layer module once its
-plasticity is stationary.
-"""
+"""'egeria': the policy of the paper, which freezes front layer modules of stationary plasticity."""
 
 from __future__ import annotations
 
@@ -13,15 +11,13 @@ from egeria.policy.base import BOOTSTRAPPING, KNOWLEDGE_GUIDED, Depth, Interval,
 from egeria.policy.schedules import Moment, UnfreezeRule
 
 DEFAULT_INTERVAL_STEPS = 100
-# Bootstrapping, smoothing delay and the halved window after a thaw, in passes over all modules
-# (paper §4.2.2).
+# Bootstrapping, smoothing and the halved window after a thaw, in passes over all modules (§4.2.2).
 PASSES = 1 + 0.5 + 0.25
 
 
 @dataclass(slots=True)
 class ModuleHistory:
-    """The plasticity of one layer module since it was first read: smoothing, slope, tolerance and
-    patience.
+    """The plasticity of one layer module since it was first read.
 
     Source: eq. 2 (the printed sum has one term too many: exactly `window` readings are averaged),
     algorithm 1 (the printed test is signed; the prose means the absolute slope), §4.2.2.
@@ -66,9 +62,7 @@ class State:
 
 
 class EgeriaPolicy:
-    """Freezes from the front by stationary plasticity, thaws by the learning rate (algorithm 1 and
-    §4.2.2). A layer module without parameters to train is passed over: nothing in it can settle.
-    """
+    """Freezes by stationary plasticity, thaws by the learning rate (algorithm 1 and §4.2.2)."""
 
     def __init__(
         self,
@@ -81,10 +75,8 @@ class EgeriaPolicy:
         lr_rule: UnfreezeRule,
     ) -> None:
         self._config, self._trainable, self._deepest = config, trainable, deepest
-        self._total_steps, self._rule, count = total_steps, lr_rule, len(modules)
-        self._interval_steps, _ = choose_interval(
-            config, total_steps=total_steps, num_modules=count
-        )
+        self._total_steps, self._rule = total_steps, lr_rule
+        self._interval_steps, _ = choose_interval(config, total_steps, len(modules))
         self._state = State(config.plasticity.window, [ModuleHistory() for _ in modules])
         self.status = Status(BOOTSTRAPPING, window=config.plasticity.window)
 
@@ -119,14 +111,8 @@ class EgeriaPolicy:
         state, frozen, rate = self._state, interval.frozen, interval.learning_rate
         before = state.learning_rate if state.first_rate is None else state.first_rate
         state.first_rate = before if any(self._trainable[:frozen]) else None
-        now = Moment(
-            step=interval.step,
-            total_steps=self._total_steps,
-            frozen=frozen,
-            learning_rate=rate,
-            previous_learning_rate=state.learning_rate,
-            freeze_learning_rate=state.first_rate,
-        )
+        rates = (rate, state.learning_rate, state.first_rate)
+        now = Moment(interval.step, self._total_steps, frozen, *rates)
         action, state.learning_rate = self._rule.judge(now), rate
         if state.stage == BOOTSTRAPPING:
             self._observe_loss(interval.loss)
@@ -150,9 +136,7 @@ class EgeriaPolicy:
             state.reason = f"the loss changed by {share}"
 
     def _move_on(self, before: int, frozen: int, reason: str) -> Depth | None:
-        """Pass over modules with nothing to train, and want readings of the next one; return the
-        depth if it is not the one before.
-        """
+        """Pass over modules with nothing to train; return the depth if it is a new one."""
         while frozen < self._deepest and not self._trainable[frozen]:
             frozen += 1
         self._state.candidate = frozen if frozen < self._deepest else None
@@ -171,15 +155,12 @@ class EgeriaPolicy:
         return Depth(0, f"the learning rate has {moved}{rates} since the first freeze")
 
     def _count_evaluation(self, was_wanted: bool) -> bool:
-        """Count the evaluation at the end of this interval, and return whether the reference is due
-        after it. Without a reference, and of a module that is wanted only now, there is none.
-        """
+        """Count the evaluation of this interval; return whether the reference is due after it."""
         state = self._state
         if state.candidate is None:
             return False
         count = None if state.evaluations is None else state.evaluations + was_wanted
-        period = self._config.reference.refresh_evaluations or state.window
-        is_due = count is None or count >= period
+        is_due = count is None or count >= state.window
         state.evaluations = 0 if is_due else count
         return is_due
 
@@ -202,17 +183,8 @@ def least_squares_slope(values: Sequence[float]) -> float:
     return covariance / (count * (count * count - 1) / 12)
 
 
-def choose_interval(
-    config: Config, *, total_steps: int | None, num_modules: int
-) -> tuple[int, str]:
-    """Return `n`, the optimizer steps between evaluations, and the reason: by the guideline of the
-    paper, §4.2.2.
-
-    Args:
-        config: the settings of the run.
-        total_steps: optimizer steps of the whole run, None where unknown.
-        num_modules: layer modules of the model.
-    """
+def choose_interval(config: Config, total_steps: int | None, num_modules: int) -> tuple[int, str]:
+    """Return `n`, the steps between evaluations, and why: by the guideline of the paper, §4.2.2."""
     window = config.plasticity.window
     if config.plasticity.interval_steps is not None:
         return config.plasticity.interval_steps, "set in plasticity.interval_steps"

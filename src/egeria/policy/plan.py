@@ -14,10 +14,8 @@ from egeria.errors import ConfigError
 from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
-# Share of the steps after which an even plan begins to freeze (record 0033).
-EVEN_START = 0.5
-# A share times a number of steps must not miss a whole step by an error in the last digit.
-ROUNDING = 1e-9
+EVEN_START = 0.5  # share of the steps after which an even plan begins to freeze (record 0033)
+ROUNDING = 1e-9  # a share of the steps must not miss a whole step by an error in the last digit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,20 +41,18 @@ class Plan:
         """Return the plan of a text such as "0.5:1 0.75:2" or "step 500:2".
 
         Raises:
-            ConfigError: it has shares of a training whose length is not known, or moves that are
-                not in the order of time.
+            ConfigError: the length of the training is not known, or moves are not in order.
         """
         moves = read_plan(text)
         if total_steps is None and not all(move.is_step for move in moves):
             raise ConfigError(
-                f"The plan {text!r} has shares of the training, so its length must be known, found "
-                "total_steps=None. Pass total_steps=len(loader) * epochs to attach, or write "
-                'absolute steps such as "step 500:2".'
+                f"The plan {text!r} has shares of the training, whose length is not known, found "
+                "total_steps=None. Pass total_steps=len(loader) * epochs to attach."
             )
         steps = [move.step(total_steps) for move in moves]
         if steps != sorted(set(steps)):
             raise ConfigError(
-                "A plan has its entries in the order of time, each at a moment of its own, found "
+                "The entries of a plan are in the order of time, each at its own, found "
                 f"{text!r} for {total_steps} steps. Sort its entries."
             )
         return cls(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
@@ -78,20 +74,10 @@ class Plan:
         return tuple(math.ceil(time - ROUNDING) for time in times)
 
     def skipped_share(self, backward_shares: Sequence[float]) -> float:
-        """Return the share of the training's compute that the plan skips.
-
-        Args:
-            backward_shares: for each layer module the share of an iteration that is its backward
-                pass.
-        """
-        total = self.total_steps
-        if not total:
-            return 0.0
-        return sum(
-            (min(1.0, end) - begin) * sum(backward_shares[:depth])
-            for depth, begin, end in self._phases(total)
-            if begin < 1
-        )
+        """Return the share of the compute that it skips, given those of the backward passes."""
+        phases = self._phases(self.total_steps) if self.total_steps else ()
+        lengths = ((depth, min(1.0, end) - begin) for depth, begin, end in phases if begin < 1)
+        return sum(length * sum(backward_shares[:depth]) for depth, length in lengths)
 
     def _depth(self, move: Move) -> int:
         return min(move.depth, len(self.modules) - 1) if self.modules else move.depth
@@ -124,16 +110,7 @@ class Plan:
 
 
 def draw_up(modules: Sequence[str], pretrained: bool, total_steps: int | None) -> Plan:
-    """Return the plan of a training, before its first step.
-
-    A pretrained model gets the even plan of the second half of the training. Of a model that is
-    trained from scratch nothing is frozen.
-
-    Args:
-        modules: names of the layer modules, front to back.
-        pretrained: whether their weights come from an earlier training.
-        total_steps: optimizer steps of the training, None where unknown.
-    """
+    """Return the even plan for a pretrained model; of others nothing is frozen."""
     moves: tuple[Move, ...] = ()
     if not pretrained:
         reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
@@ -148,29 +125,20 @@ def draw_up(modules: Sequence[str], pretrained: bool, total_steps: int | None) -
 def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
     """Return moves that freeze one layer module after the other, evenly from `start` on.
 
-    Module `i` of `L`, counted from 0, freezes at `start + (1 - start) * (i + 1) / (L - 1)`, so that
-    the last that may would freeze at the very end.
-
+    Module `i` of `L`, from 0, freezes at `start + (1 - start) * (i + 1) / (L - 1)`.
     Source: MosaicML Composer, `LayerFreezing`, which counts leaf layers by epochs.
     """
     last = num_modules - 1
     shares = (start + (1 - start) * depth / last for depth in range(1, last))
     # Cut after four digits: rounded up, a share would come to lie behind the step it stands for.
-    return tuple(
-        Move(math.floor(1e4 * share + ROUNDING) / 1e4, depth)
-        for depth, share in enumerate(shares, start=1)
-    )
+    times = (math.floor(1e4 * share + ROUNDING) / 1e4 for share in shares)
+    return tuple(Move(time, depth) for depth, time in enumerate(times, start=1))
 
 
 def find_plan(
     settings: PolicyConfig, modules: Sequence[str], pretrained: bool, total_steps: int | None
 ) -> Plan | None:
-    """Return the plan that settings ask for: as given, by the name of a policy, or drawn up; None
-    for a policy that follows none.
-
-    Raises:
-        ConfigError: it has shares of a training whose length is not known.
-    """
+    """Return the plan that settings give, name or leave to `draw_up`; None if they follow none."""
     if settings.name not in PLANNED:
         return None
     if settings.plan is not None:

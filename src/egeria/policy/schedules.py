@@ -18,9 +18,9 @@ from egeria.config.checks import require
 UnfreezeAction = Literal["go", "hold", "thaw", "restart"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Moment:
-    """What an unfreeze rule may look at, once every interval."""
+    """What an unfreeze rule may look at, once in each interval."""
 
     step: int
     total_steps: int | None
@@ -62,15 +62,11 @@ class ScheduleRule:
         return "hold" if is_rising else "go"
 
 
+_SMOOTH, _UP_AND_DOWN = ScheduleRule(minimum_remaining=0.1), ScheduleRule(drop_factor=None)
 RULES: dict[str, ScheduleRule] = {
-    "step": ScheduleRule(),
-    "exponential": ScheduleRule(minimum_remaining=0.1),
-    "linear": ScheduleRule(minimum_remaining=0.1),
-    "inverse_sqrt": ScheduleRule(),
-    "cosine": ScheduleRule(minimum_remaining=0.1),
-    "one_cycle": ScheduleRule(minimum_remaining=0.1),
-    "warm_restarts": ScheduleRule(drop_factor=None),
-    "cyclic": ScheduleRule(drop_factor=None),
+    **dict.fromkeys(("step", "inverse_sqrt"), ScheduleRule()),
+    **dict.fromkeys(("exponential", "linear", "cosine", "one_cycle"), _SMOOTH),
+    **dict.fromkeys(("warm_restarts", "cyclic"), _UP_AND_DOWN),
     # The rate is flat until the short decay, in which every layer anneals: thaw when it has begun.
     "warmup_stable_decay": ScheduleRule(drop_factor=2.0, minimum_remaining=0.05),
     "never": ScheduleRule(drop_factor=None, rise_factor=None),
@@ -96,24 +92,15 @@ _FRAGMENTS = {
 
 
 def rule_for_schedule(names: Sequence[str]) -> str:
-    """Return the name of the rule for a schedule, by the names of its classes and functions.
-
-    The last name that is known wins: a sequence of schedules ends with the one that anneals. What
-    is unknown gets the paper's rule.
-    """
-    found = "step"
+    """Return the name of the rule for a schedule, by the names of its classes and functions."""
+    found = "step"  # the paper's; the last known name wins: sequences end with what anneals
     for name in map(str.lower, names):
         found = next((rule for part, rule in _FRAGMENTS.items() if part in name), found)
     return found
 
 
 def find_rule(rule: Any, drop_factor: float | None = None) -> UnfreezeRule:
-    """Return the rule a setting means.
-
-    Args:
-        rule: the name of a built-in rule, or an object with a `judge` method, returned as it is.
-        drop_factor: replaces the built-in rule's own.
-    """
+    """Return a built-in rule by its name, with its own or another factor, or the user's object."""
     if not isinstance(rule, str):
         return rule  # type: ignore[no-any-return]
     contract = f"'auto', {', '.join(map(repr, RULES))} or an object with a `judge` method"

@@ -1,36 +1,32 @@
 """The snapshot in a number format: float32, bfloat16 or int8, the last by `torch.ao.quantization`.
 
-Convolutional models are quantised statically, with ranges of activations found on a batch: the
-largest submodules that can be traced and have no tap inside, one by one, so that every tap stays
-where it is and the model around them runs its own code. In other models each linear layer finds
-the range of its input at every call.
+Of convolutional models the largest submodules that can be traced and have no tap inside are
+quantised statically, with ranges of activations found on a batch; the model around them runs its
+own code. In other models each linear layer finds the range of its input at every call.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from egeria import tree
 from egeria.model.batch import Batch
-from egeria.model.undisturbed import TapReachedError, undisturbed
+from egeria.model.undisturbed import captures, undisturbed
 from egeria.random_state import kept_random_state
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_ENGINE, _RANGE = "x86", ("min_val", "max_val")
+_ENGINE = "x86"
+# By submodule, the state of the observers in it: the smallest and largest value at each place.
 Ranges = Mapping[str, Mapping[str, Tensor]]
-"""By submodule, the state of the observers in it: the smallest and largest value at each place."""
 
 
 def with_autocast(batch: Batch, enabled: bool) -> Batch:
@@ -39,53 +35,30 @@ def with_autocast(batch: Batch, enabled: bool) -> Batch:
     return replace(batch, autocast=autocast)
 
 
-def read(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-    """Return the activations [B, ...] of submodules for a batch.
-
-    The model is one of our own, and runs no further than to the last of them. Those that were not
-    called, or gave no tensor, are left out.
-    """
-    missing, found = set(taps), dict[str, Tensor]()
-
-    def keep(tap: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        activation = tree.first_activation(output)
-        if activation is not None and tap in missing:
-            found[tap] = activation.detach().clone()
-        missing.discard(tap)
-        if not missing:
-            raise TapReachedError
-
-    batch = batch.first_rows(None)  # a copy: a model may overwrite its input
-    with undisturbed(model), ExitStack() as hooks, suppress(TapReachedError):
-        for tap in taps:
-            handle = model.get_submodule(tap).register_forward_hook(partial(keep, tap))
-            hooks.enter_context(handle)
-        with batch.autocast.context():
-            model(*batch.args, **batch.kwargs)
-    return found
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A snapshot in one number format."""
+    """A snapshot in one number format.
+
+    Attributes:
+        name: 'int8', 'bf16' or 'fp32'.
+        builder: how it was made, for the journal.
+        model: the snapshot.
+        ranges: what it takes to make the same again without a batch.
+    """
 
     name: str
-    """'int8', 'bf16' or 'fp32'."""
     builder: str
-    """How it was made, for the journal."""
     model: nn.Module
     ranges: Ranges = field(default_factory=dict)
-    """What it takes to make the same again without a batch."""
 
     def read(self, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-        """Return the activations [B, ...] of submodules in float32; see `read`.
-
-        The float32 snapshot runs under the autocast of the batch, as the model in training did.
-        """
+        """Return the activations [B, ...] of submodules in float32; see `captures`."""
+        # The float32 snapshot runs under the autocast of the batch, as the model in training did.
         if self.name != "fp32":
             batch = with_autocast(batch, self.name == "bf16")
-        with kernels() if self.name == "int8" else nullcontext():
-            found = read(self.model, taps, batch)
+        own = batch.first_rows(None)  # a copy: a model may overwrite its input
+        with kernels() if self.name == "int8" else nullcontext(), undisturbed(self.model):
+            found = captures(self.model, taps, own)
         return {tap: activation.float() for tap, activation in found.items()}
 
 
@@ -98,11 +71,11 @@ def build(
         name: of the format.
         snapshot: in float32; left as it is.
         taps: where activations will be read.
-        batch: to find ranges of activations on; None to take the following ones.
+        batch: to find ranges of activations on; None to take `ranges`.
         ranges: those of an earlier build.
 
     Raises:
-        Exception: of any type, from torch too: it cannot be had in this format.
+        Exception: of any type: it cannot be had in this format.
     """
     if name == "fp32":
         return Format(name=name, builder=name, model=snapshot)
@@ -117,13 +90,13 @@ def build(
         with kernels():
             if len(_layers(model, _CONVOLUTIONS)) < len(_layers(model, (nn.Linear,))):
                 return _dynamic(model)
-            return _static(model, taps, batch and with_autocast(batch, False), ranges)
+            return _static(model, taps, batch, ranges)
 
 
 def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
     """Return the submodules of these very types that compute what their class says."""
-    modules = model.named_modules()
-    return {name: each for name, each in modules if type(each) in kinds and not _is_altered(each)}
+    found = ((name, module) for name, module in model.named_modules() if type(module) in kinds)
+    return {name: module for name, module in found if not _is_altered(module)}
 
 
 def _is_altered(module: nn.Module) -> bool:
@@ -141,64 +114,38 @@ def _dynamic(model: nn.Module) -> Format:
 
 
 def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges) -> Format:
-    found = dict.fromkeys(ranges, 0) if batch is None else _find_parts(model, taps, batch)
     parts = dict[str, nn.Module]()
-    for name, num_inputs in found.items():
-        # What cannot be traced gives way to the parts of it.
-        if not any(name.startswith(f"{part}.") for part in parts):
-            with suppress(Exception):
-                parts[name] = _prepare(model.get_submodule(name), num_inputs)
+    for name, module in model.named_modules():
+        has_tap = not name or any(tap.startswith(f"{name}.") for tap in taps)
+        is_inside = any(name.startswith(f"{part}.") for part in parts)
+        is_altered = any(map(_is_altered, module.modules()))
+        if has_tap or is_inside or is_altered or not _layers(module, _CONVOLUTIONS):
+            continue
+        with suppress(Exception):  # what cannot be traced gives way to the parts of it
+            parts[name] = _prepare(module)
     if not parts:
         raise ValueError("no part of the model with a convolution can be traced")
     for name, part in parts.items():
         model.set_submodule(name, part)
     if batch is not None:
-        own = batch.first_rows(None)  # a model may overwrite its input
-        with undisturbed(model):
+        own = with_autocast(batch.first_rows(None), False)
+        with undisturbed(model), own.autocast.context():
             model(*own.args, **own.kwargs)
             # Here: observers are buffers, which get back what they had.
-            ranges = {
-                name: {
-                    key: each.clone()
-                    for key, each in part.state_dict().items()
-                    if key.endswith(_RANGE)
-                }
-                for name, part in parts.items()
-            }
+            ranges = {name: _ranges_of(part) for name, part in parts.items()}
     for name, part in parts.items():
         part.load_state_dict(ranges[name], strict=False)
         model.set_submodule(name, _toolkit().quantize_fx.convert_fx(part))
-    return Format(
-        name="int8", builder=f"int8, {len(parts)} parts, static", model=model, ranges=ranges
-    )
+    builder = f"int8, {len(parts)} parts, static"
+    return Format(name="int8", builder=builder, model=model, ranges=ranges)
 
 
-def _find_parts(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, int]:
-    """Return the submodules that may be quantised, outer ones first, and how many inputs each has.
-
-    They have a convolution and no tap inside, and are called with tensors alone.
-    """
-    num_inputs = dict[str, int]()
-
-    def note(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_simple = all(isinstance(each, Tensor) for each in args) and not kwargs
-        num_inputs[name] = len(args) if is_simple else 0
-
-    def may_be(name: str, module: nn.Module) -> bool:
-        has_tap = not name or any(tap.startswith(f"{name}.") for tap in taps)
-        is_altered = any(map(_is_altered, module.modules()))
-        return not (has_tap or is_altered) and bool(_layers(module, _CONVOLUTIONS))
-
-    found = {name: module for name, module in model.named_modules() if may_be(name, module)}
-    with ExitStack() as hooks:
-        for name, module in found.items():
-            hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
-            hooks.enter_context(hook)
-        read(model, taps, batch)
-    return {name: num_inputs[name] for name in found if num_inputs.get(name)}
+def _ranges_of(part: nn.Module) -> dict[str, Tensor]:
+    state = part.state_dict()
+    return {key: state[key].clone() for key in state if key.endswith(("min_val", "max_val"))}
 
 
-def _prepare(module: nn.Module, num_inputs: int) -> nn.Module:
+def _prepare(module: nn.Module) -> nn.Module:
     """Return the graph of a module with observers in it.
 
     Raises:
@@ -212,10 +159,7 @@ def _prepare(module: nn.Module, num_inputs: int) -> nn.Module:
     mapping = toolkit.get_default_qconfig_mapping(_ENGINE).set_global(qconfig)
     # A layer of torch itself would be traced into a function.
     root = nn.Sequential(module) if isinstance(module, _CONVOLUTIONS) else module
-    graph: fx.GraphModule = toolkit.quantize_fx.prepare_fx(root, mapping, ())
-    # An optional argument that was left out would be one that is there.
-    if num_inputs not in (0, sum(node.op == "placeholder" for node in graph.graph.nodes)):
-        raise ValueError("it was called without optional arguments")
+    graph: nn.Module = toolkit.quantize_fx.prepare_fx(root, mapping, ())
     return graph
 
 
@@ -227,14 +171,12 @@ def _toolkit() -> Any:
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Use our int8 kernels for the block, whatever engine the user chose, and in silence.
-
-    torch warns that they are deprecated. Filters are changed by hand: after
-    `warnings.catch_warnings` Python forgets what it has shown, and a user's code would warn again.
-    """
+    """Use our int8 kernels for the block, whatever engine the user chose, and in silence."""
     backend, graphs, filters = cast(Any, (torch.backends.quantized, fx.config, warnings.filters))
     before = backend.engine, graphs.do_not_emit_stack_traces
-    ignore = ("ignore", None, Warning, re.compile("(?#egeria)"), 0)  # equal to nobody else's
+    # torch warns that they are deprecated. After `warnings.catch_warnings` Python forgets what it
+    # has shown, and a user's code would warn again.
+    ignore = ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)
     # Where each node of a graph comes from is not looked up: that imports the compiler.
     backend.engine, graphs.do_not_emit_stack_traces = _ENGINE, True

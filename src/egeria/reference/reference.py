@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,25 +14,28 @@ from torch import Tensor, nn
 from egeria.errors import ReferenceModelError, brief
 from egeria.events import RungTaken
 from egeria.model.batch import Batch
-from egeria.model.copies import copies_of_computed, remove_ours, take_off_wrappers
+from egeria.model.copies import copies_of_computed, without_watchers
+from egeria.model.undisturbed import restore_table
 from egeria.plasticity import sp_loss
 from egeria.random_state import kept_random_state
-from egeria.reference.formats import Format, Ranges, build, read, with_autocast
+from egeria.reference.formats import Format, Ranges, build, with_autocast
 
+FIDELITY_SHARE = 0.1  # ten times under the signal
+# Stands for the plasticity before any is known: the smallest first readings of record 0004.
 _EARLY_PLASTICITY = 1e-4
-"""Stands for the plasticity before any is known: the smallest first readings of record 0004."""
 _MOST_ROWS = 32
-_EVALUATIONS = 10
-"""What a build is shared by: the evaluations between two refreshes, `W` of the paper."""
+_EVALUATIONS = 10  # that share a build: those between two refreshes, `W` of the paper
+# By tap, the activation in float32 and the plasticity.
+Expected = Mapping[str, tuple[Tensor, float]]
 
 
 class Reference:
     """A snapshot of the model in training, in the fastest number format that is exact enough.
 
-    At the first refresh with a batch, 'auto' builds and times every format once on it; a given
-    format is built first, whatever its speed, and float32 comes behind it. A format is exact enough
-    while its SP loss to the float32 snapshot is at most `fidelity_share` of the plasticity, which
-    each refresh checks. What fails is not tried again; float32, the snapshot itself, never fails.
+    At the first refresh with a batch 'auto' builds and times every format once on it; a given one
+    is built whatever its speed. A format is exact enough while its SP loss to the float32 snapshot
+    is at most `fidelity_share` of the plasticity, which each refresh checks. What fails is not
+    tried again: the next one follows, at last float32, the snapshot itself.
 
     Args:
         taps: submodules whose activations will be asked for.
@@ -48,18 +50,15 @@ class Reference:
         *,
         precision: str = "auto",
         device: str = "cpu",
-        fidelity_share: float = 0.1,
+        fidelity_share: float = FIDELITY_SHARE,
     ) -> None:
         self._taps, self._device = tuple(taps), torch.device(device)
-        self._fidelity_share = fidelity_share
-        names: Sequence[str] = (
-            ("int8", "bf16", "fp32") if precision == "auto" else (precision, "fp32")
-        )
+        self._fidelity_share, self._is_timed = fidelity_share, precision == "auto"
+        names = ["int8", "bf16", "fp32"] if precision == "auto" else [precision, "fp32"]
         if self._device.type != "cpu":
             names = [name.replace("int8", "bf16") for name in names]
-        self._names = list(dict.fromkeys(names))
-        """The formats that are left; the first is taken, once they are in order."""
-        self._is_timed, self._is_chosen = precision == "auto", False
+        # The formats that are left; the first is taken, once they are in order.
+        self._names, self._is_chosen = list(dict.fromkeys(names)), False
         self._snapshot: nn.Module | None = None
         self._format: Format | None = None
         self._events: list[RungTaken] = []
@@ -102,7 +101,7 @@ class Reference:
         exact, reason = dict[str, Tensor](), "there is no batch to try other formats on"
         if batch is not None and taps and len(self._names) > 1:
             try:
-                exact = read(self._snapshot, taps, with_autocast(batch, False))
+                exact = self._build("fp32", None).read(taps, with_autocast(batch, False))
             except Exception as error:
                 batch, reason = None, f"the batch cannot be run in float32: {brief(error)}"
         if batch is None and not self._is_chosen:
@@ -134,7 +133,7 @@ class Reference:
         if self._snapshot is None or self._format is None:
             return {}
         return {
-            "tensors": [tensor.detach().clone() for tensor in tensors_of(self._snapshot)],
+            "tensors": [tensor.detach().clone() for tensor in _tensors_of(self._snapshot)],
             "names": list(self._names),
             "is_chosen": self._is_chosen,
             "precision": self.precision,
@@ -153,7 +152,7 @@ class Reference:
             return
         self._snapshot = take_snapshot(model, self._device)
         with torch.no_grad():
-            for tensor, saved in zip(tensors_of(self._snapshot), state["tensors"], strict=True):
+            for tensor, saved in zip(_tensors_of(self._snapshot), state["tensors"], strict=True):
                 tensor.copy_(saved)
         self._names, self._is_chosen = list(state["names"]), bool(state["is_chosen"])
         name = state["precision"]
@@ -162,57 +161,47 @@ class Reference:
         except Exception as error:  # another machine, or another torch
             self._give_up(self._build("fp32", None), f"{name} cannot go on here: {brief(error)}")
 
-    def _choose(self, batch: Batch | None, exact: Mapping[str, tuple[Tensor, float]]) -> None:
+    def _choose(self, batch: Batch | None, expected: Expected) -> None:
         """Take the first of the formats that works, at the first time the fastest of them.
 
         Args:
             batch: to try them on.
-            exact: activations in float32 and the plasticity, by tap; empty where nothing is known.
+            expected: what they are to give; empty where nothing is known.
         """
         is_timed = self._is_timed and not self._is_chosen
-        works, reasons = list[tuple[float, Format]](), list[str]()
+        works, reasons = dict[str, tuple[float, Format]](), list[str]()
         for name in self._names:
             try:
-                works.append(self._try(name, batch, exact, is_timed))
+                works[name] = self._try(name, batch, expected, is_timed)
             except Exception as error:
                 if name == "fp32":
                     raise
                 reasons.append(f"{name} is not used: {brief(error)}")
             if works and not is_timed:
                 break
-        works.sort(key=itemgetter(0))
         if is_timed:
-            reasons += [
-                f"{made.name} takes {1000 * seconds:.1f} ms an evaluation"
-                for seconds, made in works
-            ]
+            works = dict(sorted(works.items(), key=lambda entry: entry[1][0]))
+            for name, (seconds, _) in works.items():
+                reasons.append(f"{name} takes {1000 * seconds:.1f} ms an evaluation")
         elif not self._is_chosen:
             reasons.append(f"the setting is {self._names[0]!r}")
-        order = [made.name for _, made in works] if is_timed else self._names
-        taken = works[0][1]
-        self._names = order[order.index(taken.name) : order.index("fp32") + 1]
+        order = list(works) if is_timed else self._names
+        taken = next(iter(works))
+        self._names = order[order.index(taken) : order.index("fp32") + 1]
         self._is_chosen = True
-        self._take(taken, "; ".join(reasons))
+        self._take(works[taken][1], "; ".join(reasons))
 
     def _try(
-        self,
-        name: str,
-        batch: Batch | None,
-        exact: Mapping[str, tuple[Tensor, float]],
-        is_timed: bool,
+        self, name: str, batch: Batch | None, expected: Expected, is_timed: bool
     ) -> tuple[float, Format]:
-        """Return the seconds that an evaluation takes, where they are measured, and the format.
-
-        Raises:
-            Exception: of any type: it cannot be built or run, or is not exact enough.
-        """
+        """Return the seconds that an evaluation takes, and the format; raise if it is no good."""
         begin = time.perf_counter()
         made = self._build(name, batch)
         build_s = time.perf_counter() - begin
-        if name != "fp32" and batch is not None:
-            found = made.read(list(exact), batch) if exact else {}
-            for tap, (expected, plasticity) in exact.items():
-                error = float(sp_loss(expected, found[tap]))
+        if name != "fp32" and batch is not None and expected:
+            found = made.read(list(expected), batch)
+            for tap, (activation, plasticity) in expected.items():
+                error = float(sp_loss(activation, found[tap]))
                 if not error <= self._fidelity_share * plasticity:
                     raise ValueError(
                         f"its SP loss at {tap} is {error:.1e}, where plasticity is {plasticity:.1e}"
@@ -241,20 +230,18 @@ class Reference:
 
     def _here(self, batch: Batch) -> Batch:
         """Return the batch on our device, where autocast for another type means nothing."""
-        moved = batch.on(str(self._device))
-        if batch.autocast.device_type == self._device.type:
+        moved, kind = batch.on(str(self._device)), self._device.type
+        if batch.autocast.device_type == kind:
             return moved
-        autocast = replace(batch.autocast, device_type=self._device.type, enabled=False)
-        return replace(moved, autocast=autocast)
+        return replace(moved, autocast=replace(batch.autocast, device_type=kind, enabled=False))
 
 
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers."""
+def _tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
 def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of the model as it is now, in eval mode, without gradients and hooks of ours.
+    """Return a copy of the model as it is now, in eval mode, without gradients and hooks.
 
     Its tensors are made on `device` at once: the model's own device may have no room for them.
 
@@ -262,29 +249,27 @@ def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
         ReferenceModelError: the model cannot be copied, or a copy is not apart from it.
     """
     memo = copies_of_computed(model)
-    for tensor in tensors_of(model):
+    for tensor in _tensors_of(model):
         if type(tensor) in (Tensor, nn.Parameter):
             copied = tensor.detach().to(device, copy=True)
-            is_weight = type(tensor) is nn.Parameter
-            memo[id(tensor)] = nn.Parameter(copied, False) if is_weight else copied
+            memo[id(tensor)] = copied if type(tensor) is Tensor else nn.Parameter(copied, False)
     try:
         with kept_random_state(model):  # a `__deepcopy__` of the model's own may rebuild it
             snapshot = copy.deepcopy(model, memo)
     except Exception as error:
         raise ReferenceModelError(
             f"The reference is a deep copy of the model, which {type(model).__name__} does not "
-            f"allow: {error}. "
-            f"Give it a `__deepcopy__`, or keep what cannot be copied out of its attributes."
+            f"allow: {error}. Give it a `__deepcopy__`, or keep what cannot be copied out of its "
+            "attributes."
         ) from error
-    before = {id(entry) for entry in (*model.modules(), *tensors_of(model))}
-    if any(id(entry) in before for entry in (*snapshot.modules(), *tensors_of(snapshot))):
+    before = {id(entry) for entry in (*model.modules(), *_tensors_of(model))}
+    if any(id(entry) in before for entry in (*snapshot.modules(), *_tensors_of(snapshot))):
         raise ReferenceModelError(
             f"The reference is a deep copy of the model, and the `__deepcopy__` of "
             f"{type(model).__name__} gives one that shares modules or weights with the model. "
             "Let it copy all of them."
         )
-    remove_ours(snapshot)
-    take_off_wrappers(snapshot)
     for module in snapshot.modules():
+        restore_table(vars(module), without_watchers(vars(module)))
         module.training = False  # a `train` of the model's own may do more
     return snapshot.requires_grad_(False).to(device)

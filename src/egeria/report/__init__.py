@@ -1,4 +1,4 @@
-"""What became of a run: numbers, a page and a few lines for the terminal, from its events alone."""
+"""The report on a run: numbers, a page and lines for the terminal, made from its events alone."""
 
 from egeria.report.build import Report, report
 from egeria.report.summary import Clock, DepthPoint, Metric, Pace, Summary

@@ -15,23 +15,18 @@ PAGE_NAME = "report.html"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What became of a run; print it for the short form, open `path` for the long one."""
+    """The report on a run: print it for the short form, open `path` for the page."""
 
     summary: Summary
-    path: Path | None
-    """The page; None where it could not be written."""
-    message: str
-    """Where the page is, or why there is none."""
+    path: Path | None  # the page; None where it could not be written
+    message: str  # where the page is, or why there is none
 
     def __str__(self) -> str:
-        rows = headline(self.summary)
+        summary, rows = self.summary, headline(self.summary)
         width = max(len(label) for label, _ in rows)
-        lines = [
-            f"egeria report: {self.summary.title}, {self.summary.name}",
-            verdict(self.summary),
-            *(f"  {label:<{width}}  {value}" for label, value in rows),
-            *(f"  note: {caution}" for caution in cautions(self.summary)),
-        ]
+        lines = [f"egeria report: {summary.title}, {summary.name}", verdict(summary)]
+        lines += [f"  {label:<{width}}  {value}" for label, value in rows]
+        lines += [f"  note: {caution}" for caution in cautions(summary)]
         return "\n".join([*map(printable, lines), self.message])
 
 
@@ -42,23 +37,17 @@ def report(directory: str | Path) -> Report:
         directory: the run's directory, or the journal file in it; also the URL of a directory,
             which gets the page too. The run may still be going on.
 
-    Returns:
-        The numbers, and the page's path; a directory that cannot be written costs only the page.
-
     Raises:
         JournalError: there is no journal, or a newer version of egeria wrote it.
     """
-    summary = Summary.from_journal(read_journal(directory))
-    path = summary.directory / PAGE_NAME
-    page = _page(summary)
+    journal = read_journal(directory)
+    path = journal.directory / PAGE_NAME
+    summary = Summary.from_events(journal, path.parent, num_damaged=journal.num_damaged)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # of a URL there may be none here yet
-        path.write_bytes(page)
+        write_page(summary, path)
     except OSError as error:
-        message = (
-            f"The page belongs beside the journal; {path} cannot be written: {error}. "
-            f"Make the directory writable, or copy the journal to one that is."
-        )
+        message = f"{path} cannot be written: {error}. Copy the journal to a writable directory."
         return Report(summary=summary, path=None, message=message)
     message = f"page: {path}"
     if is_url(directory):
@@ -71,18 +60,9 @@ def report(directory: str | Path) -> Report:
     return Report(summary=summary, path=path, message=message)
 
 
-def write_files(directory: str | Path, into: Path) -> None:
-    """Write the page of a run for trackers that take files.
-
-    Raises:
-        JournalError: there is no journal, or a newer version of egeria wrote it.
-        OSError: it cannot be written.
-    """
-    (into / PAGE_NAME).write_bytes(_page(Summary.from_journal(read_journal(directory))))
-
-
-def _page(summary: Summary) -> bytes:
+def write_page(summary: Summary, path: Path) -> None:
+    """Write the page of a run."""
     # Drawing takes half a second to import: only those who ask for a report wait for it.
     from egeria.report.page import render_page  # noqa: PLC0415
 
-    return render_page(summary).encode("utf-8", errors="replace")
+    path.write_bytes(render_page(summary).encode("utf-8", errors="replace"))

@@ -2,78 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader
 
 from egeria import events
-from egeria.report import text, wording
+from egeria.report import text
 from egeria.report.pictures import draw_pictures
-from egeria.report.summary import Summary, ratio
+from egeria.report.summary import Clock, Pace, Summary, ratio
+from egeria.report.wording import duration, number, percent
 
 MAX_EVENTS = 200
+UNLISTED = ("run_started", "interval", "plasticity", "metric", "reading_dropped", "reference")
+"""Kinds of events that the page draws or sums up instead."""
 
 
 def render_page(summary: Summary) -> str:
     """Return the HTML of the report."""
-    environment = Environment(
-        loader=PackageLoader("egeria.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    for name in ("count", "duration", "mebibytes", "number", "percent", "plural"):
-        environment.filters[name] = getattr(wording, name)
-    uses = {event.generation: event for event in summary.of(events.CacheUsed)}  # the last of each
+    started, loader = summary.started, PackageLoader("egeria.report")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
+    listed = [event for event in summary.events if event.kind not in UNLISTED]
+    limits = {"total_steps": summary.total_steps, "unfreezing rule": started.rule}
     return environment.get_template("page.html.jinja").render(
         summary=summary,
         progress=text.progress(summary),
         verdict=text.verdict(summary),
+        headline=text.headline(summary),
         cautions=text.cautions(summary),
-        frozen_when=text.frozen_when(summary),
         pictures=draw_pictures(summary),
-        events=[
-            (wording.count(event.step), *line(event))
-            for event in summary.events
-            if (line := _LINES.get(type(event))) is not None
-        ],
-        max_events=MAX_EVENTS,
-        cache=list(uses.values()),
-        ratio=ratio,
-        settings=[
-            ("run", {"total_steps": summary.total_steps, "unfreezing rule": summary.started.rule}),
-            *summary.started.config.items(),
-            ("environment", summary.started.environment),
-        ],
+        clocks=[_clock("wall", summary.wall), _clock("CPU", summary.cpu)],
+        paces=[_pace(pace, summary) for pace in summary.paces],
+        events=list(map(_event, listed[:MAX_EVENTS])),
+        num_unlisted=max(0, len(listed) - MAX_EVENTS),
+        modules=_modules(summary),
+        settings={"run": limits, **started.config, "environment": started.environment},
     )
 
 
-_LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
-    events.ControllerChosen: lambda event: ("controller", event.controller, event.reason),
-    events.CacheDecided: lambda event: ("frozen forward", event.mode, event.reason),
-    events.IntervalChanged: lambda event: (
-        "interval",
-        f"{event.before} to {event.after} steps",
-        event.reason,
-    ),
-    events.RungTaken: lambda event: ("reference", event.after, event.reason),
-    events.ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
-    events.DepthRefused: lambda event: ("refused", f"depth {event.asked}", event.reason),
-    events.Thawed: lambda event: (
-        "thawed",
-        wording.plural(event.frozen_before, "module"),
-        f"{event.reason}; window now {event.window}",
-    ),
-    events.PlanMade: lambda event: ("plan", event.plan or "freezes nothing", event.reason),
-    events.StageChanged: lambda event: ("stage", event.stage, event.reason),
-    events.Resumed: lambda event: (
-        "resumed",
-        f"{wording.plural(event.frozen, 'module')} frozen, {event.stage}",
-        "",
-    ),
-    events.Declined: lambda event: ("declined", event.what, event.reason),
-    events.FaultCaught: lambda event: ("fault", event.where, event.error),
-}
-"""Event, what and why; the page leaves out other kinds."""
+def _clock(name: str, clock: Clock) -> tuple[str, ...]:
+    times = (clock.training_s, clock.overhead_s, clock.unfrozen_s, clock.saved_s)
+    training, overhead, unfrozen, saved = map(duration, times)
+    shares = percent(clock.overhead_share), percent(clock.saved_share, signed=True)
+    return name, training, overhead, shares[0], unfrozen, saved, shares[1]
+
+
+def _pace(pace: Pace, summary: Summary) -> tuple[str, ...]:
+    wall = percent(ratio(pace.wall_s, summary.wall.unfrozen_iteration_s))
+    cpu = percent(ratio(pace.cpu_s, summary.cpu.unfrozen_iteration_s))
+    frozen, steps = str(pace.frozen or "nothing"), f"{pace.num_steps:,}"
+    return frozen, steps, duration(pace.wall_s), wall, duration(pace.cpu_s), cpu
+
+
+def _modules(summary: Summary) -> list[tuple[str, ...]]:
+    rows = []
+    for place, module in enumerate(summary.started.modules):
+        state = "frozen" if place < summary.frozen else ""
+        state = state if place < summary.started.deepest_freeze else "never frozen"
+        counts = module["num_parameters"], module["num_trainable"], summary.steps_frozen(place)
+        rows.append((module["name"], *map("{:,}".format, counts), state))
+    return rows
+
+
+def _event(event: events.Event) -> tuple[str, ...]:
+    """Return step, kind, what and why, as the event says it."""
+    fields = dataclasses.asdict(event)
+    step, why = fields.pop("step"), fields.pop("reason", "")
+    values = {k: number(v) if isinstance(v, float) else v for k, v in fields.items()}
+    what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+    return f"{step:,}", event.kind.replace("_", " "), what, why

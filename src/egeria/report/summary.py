@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,25 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from egeria import events
-from egeria.events import Event, IntervalMeasured, RunClosed, RunStarted
-from egeria.journal import Journal
-from egeria.policy import first_stage
+from egeria import policy as policies
+from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed, RunStarted
 
 Kind = TypeVar("Kind", bound=Event)
-_LESS = re.compile(
-    r"(?<![a-z])(loss|error|err|perplexity|ppl|mse|rmse|mae|wer|cer|ter|fid|nll)(?![a-z])"
-)
-UNKNOWN_START = RunStarted(
-    step=0,
-    config={},
-    modules=[],
-    trainable=[],
-    deepest_freeze=0,
-    rule="unknown",
-    total_steps=None,
-    interval_steps=0,
-    environment={},
-)
+_NOTHING: dict[str, Any] = {"config": {}, "modules": [], "trainable": [], "environment": {}}
+_NOTHING |= {"deepest_freeze": 0, "interval_steps": 0, "total_steps": None}
+UNKNOWN_START = RunStarted(step=0, rule="unknown", **_NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +34,10 @@ class Pace:
 class Clock:
     """Training time by one clock (wall or CPU), in seconds."""
 
-    unfrozen_iteration_s: float | None
-    """Median iteration time with nothing frozen; None without such an interval."""
-    training_s: float
-    """Iteration time times steps, over all intervals; without the overhead of egeria."""
-    overhead_s: float
-    """All that egeria itself cost."""
-    saved_s: float | None
-    """Unfrozen minus found iteration time, times steps; less the overhead."""
+    unfrozen_iteration_s: float | None  # median with nothing frozen; None without such an interval
+    training_s: float  # iteration time times steps, over all intervals; without the overhead
+    overhead_s: float  # all that egeria itself cost, up to the newest interval
+    saved_s: float | None  # unfrozen minus found iteration time, times steps; less the overhead
 
     @property
     def unfrozen_s(self) -> float | None:
@@ -79,10 +62,8 @@ class DepthPoint:
     step: int
     frozen: int
     num_steps: int
-    parameter_share: float | None
-    """Share of the trainable parameters that is frozen."""
-    skipped_share: float | None
-    """Share of an iteration's compute that is skipped: the backward pass of what is frozen."""
+    parameter_share: float | None  # of the trainable parameters, that is frozen
+    skipped_share: float | None  # of an iteration's compute: the backward pass of what is frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,51 +74,63 @@ class Metric:
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
-    @property
-    def lower_is_better(self) -> bool:
-        """Whether less of it is better, guessed from the words in its name."""
-        return _LESS.search(self.name.lower()) is not None
 
-    @property
-    def best(self) -> float | None:
-        """The best finite value; None where there was none."""
-        finite = filter(math.isfinite, self.values)
-        return (min if self.lower_is_better else max)(finite, default=None)
-
-
+@dataclass(frozen=True)
 class Summary:
     """Where a run stands or ended; shares are between 0 and 1, and what is not known is None.
 
-    Args:
-        events: of the journal, oldest first. Where a state was loaded, those behind its step are
-            left out; a new run in an old directory replaces what is there.
-        directory: of the run.
-        step: of a run that goes on, the optimizer steps done.
-        started: what is known of a run before its first step, which writes it.
-        num_damaged: lines of the journal that could not be read.
+    `stage` is 'bootstrapping' or 'knowledge-guided'.
     """
 
-    def __init__(
-        self,
-        events: Iterable[Event],
+    directory: Path
+    processes: list[list[Event]]  # those that count, oldest first, by the process that wrote them
+    started: RunStarted
+    step: int  # optimizer steps done, those before the journal's first step included
+    first_step: int  # where the journal begins: 0, or where a run went on in a new directory
+    closed: bool  # False while it goes on, or after a crash
+    stage: str
+    num_resumed: int
+    num_earlier_runs: int  # in the same directory; they are left out
+    num_damaged: int  # lines of the journal that could not be read
+
+    @classmethod
+    def from_events(
+        cls,
+        found: Iterable[Event],
         directory: Path | None = None,
         *,
         step: int = 0,
         started: RunStarted = UNKNOWN_START,
         num_damaged: int = 0,
-    ) -> None:
-        self._processes, self.num_earlier_runs = _course(events)
-        self.events = tuple(itertools.chain.from_iterable(self._processes))
-        self.directory, self.num_damaged = directory or Path(), num_damaged
-        self.step = max([step, *(event.step for event in self.events)])
-        """Optimizer steps done, those before the journal's first step included."""
-        self.started = self.last(RunStarted) or started
-        """How the run began; empty where the journal lacks it."""
+    ) -> Summary:
+        """Return the summary of a run, live or finished.
 
-    @classmethod
-    def from_journal(cls, journal: Journal) -> Summary:
-        """Return the summary of a journal that was read."""
-        return cls(journal, journal.directory, num_damaged=journal.num_damaged)
+        Of the events those after the step of a loaded state are left out, and earlier runs in the
+        same directory. `step` and `started` are known of a run that goes on.
+        """
+        processes, num_earlier_runs = _course(found)
+        kept = [event for process in processes for event in process]
+        started = next((e for e in reversed(kept) if isinstance(e, RunStarted)), started)
+        begin = next((e for e in kept if isinstance(e, (Resumed, IntervalMeasured))), None)
+        first_stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
+        stages = [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
+        return cls(
+            directory=directory or Path(),
+            processes=processes,
+            started=started,
+            step=max([step, *(event.step for event in kept)]),
+            first_step=begin.step if isinstance(begin, Resumed) else 0,
+            closed=any(isinstance(event, RunClosed) for event in (processes or [[]])[-1]),
+            stage=(first_stages + stages)[-1],
+            num_resumed=len(processes) - 1,
+            num_earlier_runs=num_earlier_runs,
+            num_damaged=num_damaged,
+        )
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The events that count, oldest first."""
+        return tuple(itertools.chain(*self.processes))
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind."""
@@ -145,13 +138,7 @@ class Summary:
 
     def last(self, kind: type[Kind]) -> Kind | None:
         """Return the latest event of one kind, or None."""
-        return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
-
-    # --- the run ---------------------------------------------------------------------------------
-
-    def setting(self, group: str, name: str) -> Any:
-        """Return a setting of the run; None where the journal lacks it."""
-        return self.started.config.get(group, {}).get(name)
+        return next(reversed(self.of(kind)), None)
 
     @property
     def name(self) -> str:
@@ -170,34 +157,9 @@ class Summary:
         return self.started.total_steps
 
     @property
-    def first_step(self) -> int:
-        """Where the journal begins: 0, or the step at which a run went on in a new directory."""
-        begins = (entry for entry in self.events if isinstance(entry, _BEGINS))
-        begin = next(begins, None)
-        return begin.step if isinstance(begin, events.Resumed) else 0
-
-    @property
-    def num_resumed(self) -> int:
-        """How often the run went on behind what is in the journal."""
-        return len(self._processes) - 1
-
-    @property
-    def closed(self) -> bool:
-        """Whether the run was closed; False while it goes on, or after a crash."""
-        return any(isinstance(event, RunClosed) for event in (self._processes or [[]])[-1])
-
-    @property
-    def stage(self) -> str:
-        """Either 'bootstrapping' or 'knowledge-guided'."""
-        found = (e for e in reversed(self.events) if isinstance(e, _HAS_STAGE))
-        event = next(found, None)
-        return event.stage if event else first_stage(self.setting("policy", "name"))
-
-    @property
-    def plasticity(self) -> float | None:
-        """The newest reading."""
-        reading = self.last(events.PlasticityRead)
-        return reading.value if reading else None
+    def modules(self) -> tuple[str, ...]:
+        """Names of the layer modules, front to back; empty where the model is not cut."""
+        return tuple(entry["name"] for entry in self.started.modules)
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
@@ -208,31 +170,16 @@ class Summary:
                 found.setdefault(name, []).append((event.step, value))
         return tuple(Metric(name, *zip(*points, strict=True)) for name, points in found.items())
 
-    # --- what was frozen -------------------------------------------------------------------------
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the layer modules, front to back; empty before the first step, and where the
-        model could not be cut.
-        """
-        return tuple(entry["name"] for entry in self.started.modules)
-
-    @property
-    def num_modules(self) -> int:
-        """How many layer modules the model has."""
-        return len(self.started.modules)
-
     @cached_property
     def changes(self) -> tuple[tuple[int, int, int], ...]:
-        """Step, frozen modules before, and behind, of each change of the depth."""
+        """Step, and frozen modules before and after, of each change of depth."""
         found, depth = [], 0
         for event in self.events:
-            if isinstance(event, (events.ModuleFrozen, events.Resumed)):
+            is_end = isinstance(event, Declined) and event.what == "freezing"  # for good
+            if isinstance(event, (events.ModuleFrozen, Resumed)):
                 after = event.frozen
-            elif isinstance(event, events.Thawed) or (
-                isinstance(event, events.Declined) and event.what == "freezing"
-            ):
-                after = 0  # a session that cannot continue thaws everything
+            elif isinstance(event, events.Thawed) or is_end:
+                after = 0
             else:
                 continue
             if after != depth:
@@ -265,25 +212,22 @@ class Summary:
     @property
     def mean_parameter_share(self) -> float | None:
         """The same, mean over the steps."""
-        return self._mean([point.parameter_share for point in self.depths])
+        return self._mean("parameter_share")
 
     @property
     def skipped_share(self) -> float | None:
         """Share of the compute so far that was skipped, mean over the steps."""
-        return self._mean([point.skipped_share for point in self.depths])
+        return self._mean("skipped_share")
 
     def steps_frozen(self, module: int) -> int:
         """Return for how many steps a layer module was frozen."""
         return sum(point.num_steps for point in self.depths if point.frozen > module)
 
-    def _mean(self, shares: Sequence[float | None]) -> float | None:
-        known = [
-            (e, p.num_steps) for e, p in zip(shares, self.depths, strict=True) if e is not None
-        ]
-        num_steps = sum(length for _, length in known)
-        if len(known) < len(shares) or not num_steps:
+    def _mean(self, name: str) -> float | None:
+        points = [(getattr(point, name), point.num_steps) for point in self.depths]
+        if any(share is None for share, _ in points):
             return None
-        return sum(share * length for share, length in known) / num_steps
+        return ratio(math.fsum(share * n for share, n in points), sum(n for _, n in points))
 
     def _parameter_shares(self) -> dict[int, float]:
         """Return the share of the parameters that is frozen at each depth."""
@@ -301,41 +245,25 @@ class Summary:
             return {0: 0.0}
         trained = [entry["num_trainable"] / max(1, entry["num_parameters"]) for entry in modules]
         # A module with nothing to train has no backward pass that freezing could take away.
-        saved = map(
-            lambda share, trains: share if trains else 0.0,
-            backward_shares(forward, trained),
-            self.started.trainable,
-        )
+        backward = zip(backward_shares(forward, trained), self.started.trainable, strict=False)
+        saved = (share * trains for share, trains in backward)
         return dict(enumerate(itertools.accumulate(saved, initial=0.0)))
-
-    # --- what it cost and saved ------------------------------------------------------------------
 
     @cached_property
     def intervals(self) -> list[IntervalMeasured]:
         """The intervals that have steps and a time; others say nothing of the pace."""
-        return [
-            interval
-            for interval in self.of(IntervalMeasured)
-            if interval.num_steps > 0
-            and 0 < interval.iteration_wall_s < math.inf
-            and math.isfinite(interval.iteration_cpu_s)
-        ]
+        return [e for e in self.of(IntervalMeasured) if e.num_steps and e.iteration_wall_s > 0]
 
     @cached_property
     def paces(self) -> tuple[Pace, ...]:
         """The pace at each depth that the run was at, shallowest first."""
-        found: dict[int, list[IntervalMeasured]] = {}
-        for interval in self.intervals:
-            found.setdefault(interval.frozen, []).append(interval)
-        return tuple(
-            Pace(
-                frozen,
-                sum(entry.num_steps for entry in group),
-                _median((entry.iteration_wall_s, entry.num_steps) for entry in group),
-                _median((entry.iteration_cpu_s, entry.num_steps) for entry in group),
-            )
-            for frozen, group in sorted(found.items())
-        )
+        found = []
+        for frozen in sorted({interval.frozen for interval in self.intervals}):
+            group = [interval for interval in self.intervals if interval.frozen == frozen]
+            wall_s = _median((each.iteration_wall_s, each.num_steps) for each in group)
+            cpu_s = _median((each.iteration_cpu_s, each.num_steps) for each in group)
+            found.append(Pace(frozen, sum(each.num_steps for each in group), wall_s, cpu_s))
+        return tuple(found)
 
     @cached_property
     def wall(self) -> Clock:
@@ -352,45 +280,23 @@ class Summary:
         """Estimated seconds of wall clock saved, less the overhead; negative where it cost more."""
         return self.wall.saved_s
 
-    @property
-    def overhead_s(self) -> float:
-        """Seconds that egeria itself took, to the end of the newest interval."""
-        return self.wall.overhead_s
-
-    @property
-    def overhead_share(self) -> float | None:
-        """The overhead as a share of the training time."""
-        return self.wall.overhead_share
-
     def _clock(self, name: str) -> Clock:
-        unfrozen = [getattr(pace, name) for pace in self.paces if not pace.frozen]
-        overhead_s = sum(_overhead(process, name) for process in self._processes)
+        unfrozen_s = next((getattr(e, name) for e in self.paces if not e.frozen), None)
+        overhead_s = sum(_overhead(process, name) for process in self.processes)
         training_s, saved_s = 0.0, -overhead_s
         for interval in self.intervals:
             pace_s = getattr(interval, f"iteration_{name}")
             training_s += pace_s * interval.num_steps
-            if unfrozen and interval.frozen:  # else jitter would pass for a saving
-                saved_s += (unfrozen[0] - pace_s) * interval.num_steps
-        if not unfrozen:
-            return Clock(None, training_s, overhead_s, None)
-        return Clock(unfrozen[0], training_s, overhead_s, saved_s)
-
-
-_BEGINS = (events.Resumed, IntervalMeasured)
-_HAS_STAGE = (events.Resumed, events.StageChanged)
-_TAKES_CONTROLLER = (events.PlasticityRead, events.ReferenceRefreshed)
+            if unfrozen_s is not None and interval.frozen:  # else jitter would pass for a saving
+                saved_s += (unfrozen_s - pace_s) * interval.num_steps
+        return Clock(unfrozen_s, training_s, overhead_s, None if unfrozen_s is None else saved_s)
 
 
 def backward_shares(forward: Sequence[float], trained: Sequence[float]) -> list[float]:
-    """Return the share of an iteration's operations that goes with the backward pass of each layer
-    module.
+    """Return the share of an iteration's operations in the backward pass of each layer module.
 
     Backward there is one part for each of the forward pass for the inputs, and another for the
-    weights, as far as they train: of a layer with LoRA hardly any do.
-
-    Args:
-        forward: each one's share of the forward pass.
-        trained: share of its parameters that train.
+    weights, by the share of them that is trained: of a layer with LoRA hardly any are.
     """
     backward = [share * (1.0 + part) for share, part in zip(forward, trained, strict=True)]
     total = math.fsum(forward) + math.fsum(backward)
@@ -413,35 +319,34 @@ def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
     kept: list[list[Event]] = []
     num_left_out = 0
     for process in processes:
-        if kept and not any(isinstance(event, events.Resumed) for event in process):
+        if kept and not any(isinstance(event, Resumed) for event in process):
             if not process[-1].step:
                 continue  # an attempt that never stepped
             kept, num_left_out = [], num_left_out + 1
         kept.append([])
         for event in process:
-            if isinstance(event, events.Resumed):
+            if isinstance(event, Resumed):
                 kept = [[e for e in part if e.step <= event.step] for part in kept]
             kept[-1].append(event)
     return kept, num_left_out
 
 
-def _overhead(process: list[Event], name: str) -> float:
+def _overhead(process: Sequence[Event], name: str) -> float:
     """Return what egeria cost one process so far, by the clock of that name."""
-    told = [event for event in process if isinstance(event, (IntervalMeasured, RunClosed))]
-    if not told:
+    found = [event for event in process if isinstance(event, (IntervalMeasured, RunClosed))]
+    if not found:
         return 0.0
-    cost_s = float(getattr(told[-1], f"overhead_{name}"))
+    cost_s = float(getattr(found[-1], f"overhead_{name}"))
     if name == "wall_s":  # the controller process runs in parallel
         return cost_s
-    if isinstance(told[-1], RunClosed):
-        return cost_s + told[-1].controller_cpu_s
-    return cost_s + sum(e.controller_cpu_s for e in process if isinstance(e, _TAKES_CONTROLLER))
+    if isinstance(found[-1], RunClosed):
+        return cost_s + found[-1].controller_cpu_s
+    kinds = (events.PlasticityRead, events.ReferenceRefreshed)
+    return cost_s + sum(event.controller_cpu_s for event in process if isinstance(event, kinds))
 
 
 def _median(paces: Iterable[tuple[float, int]]) -> float:
-    """Return the median of the paces of intervals, each with its number of steps and counted as
-    often: the many short intervals of a warm-up are few steps.
-    """
+    """Return the median of the paces of intervals, each counted as often as it has steps."""
     ordered = sorted(paces)
     left = sum(num_steps for _, num_steps in ordered) / 2
     for (pace, num_steps), (next_pace, _) in itertools.pairwise(ordered):

@@ -1,6 +1,4 @@
-"""Attaching to a training loop: the one place where decisions are applied. `attach` returns a
-`Run`.
-"""
+"""Attaching to a training loop: the one place where decisions are applied."""
 
 from egeria.journal import EgeriaWarning
 from egeria.session.attach import Run, attach

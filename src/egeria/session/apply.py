@@ -10,7 +10,7 @@ from torch import nn
 
 from egeria.distributed import ddp, fsdp2
 from egeria.distributed.ranks import is_initialized
-from egeria.events import DepthRefused, ModuleFrozen, Rewrapped, Thawed
+from egeria.events import ModuleFrozen, Rewrapped, Thawed
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.freeze import Freezer
 from egeria.model.group import find_pieces
@@ -26,29 +26,23 @@ BACKWARD_SHARE = 2 / 3
 class Applier:
     """Freezes and thaws for one cut, tells the processes of a job, and journals it.
 
-    Args:
-        training: what is trained.
-        cut: of its model into layer modules.
-        wrapper: DistributedDataParallel around the model; None where there is none.
+    `wrapper` is DistributedDataParallel around the model; None where there is none.
     """
 
     def __init__(self, training: Training, cut: Cut, wrapper: Any) -> None:
         self._training, self.cut = training, cut
         self._model, self._recorder = training.model, training.recorder
         self._compilation = training.compilation
-        has_hooks = training.compilation is None
-        self.freezer = Freezer(training.model, cut, has_hooks=has_hooks)
+        self.freezer = Freezer(training.model, cut, has_hooks=training.compilation is None)
         self._wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
         self._told = 0
         """The depth that the journal has."""
         self.detaches = True
         """Whether boundaries may still be detached."""
-        names = {name for module in cut.modules for name in module.parameters}
-        sizes = {name: entry.numel() for name, entry in training.model.named_parameters()}
-        self._sizes = {name: sizes[name] for name in names if name in sizes}
-        self._num_trainable = sum(
-            entry.numel() for entry in training.model.parameters() if entry.requires_grad
-        )
+        parameters = dict(training.model.named_parameters())
+        self._sizes = {name: entry.numel() for name, entry in parameters.items()}
+        trainable = [entry for entry in parameters.values() if entry.requires_grad]
+        self._num_trainable = sum(entry.numel() for entry in trainable)
         self.deepest, self.limit = self._find_deepest()
 
     @property
@@ -72,19 +66,11 @@ class Applier:
         if depth < 0:
             return "a depth is 0 or more"
         if depth and any(map(_starts_momentum_at_once, self._training.optimizers)):
-            return (
-                "a fused SGD with momentum fails on parameters that train from a later step on. "
-                "Leave fused=True out, or freeze after the first step"
-            )
+            return "a fused SGD with momentum fails on what trains later. Leave fused=True out"
         if self._compilation is None or seconds_left is None or depth <= self.depth:
             return ""
         share = sum(module.share for module in self.cut.modules[self.depth : depth])
         return self._compilation.repays(BACKWARD_SHARE * share * seconds_left) or ""
-
-    def refuse(self, depth: Depth, reason: str) -> None:
-        """Journal that a depth is refused."""
-        step = self._recorder.step
-        self._recorder.write(DepthRefused(step=step, asked=depth.frozen, reason=reason))
 
     def apply(self, depth: Depth, window: int) -> None:
         """Freeze and thaw so that `depth.frozen` layer modules are frozen, and journal it."""
@@ -104,16 +90,15 @@ class Applier:
             self._told = 0
         while (number := self._told) < self.depth:
             num_frozen = sum(map(self.count, modules[: number + 1]))
-            self._recorder.write(
-                ModuleFrozen(
-                    step=step,
-                    module=number,
-                    name=modules[number].name,
-                    frozen=number + 1,
-                    reason=reason,
-                    parameter_share=num_frozen / max(1, self._num_trainable),
-                )
+            frozen = ModuleFrozen(
+                step=step,
+                module=number,
+                name=modules[number].name,
+                frozen=number + 1,
+                reason=reason,
+                parameter_share=num_frozen / max(1, self._num_trainable),
             )
+            self._recorder.write(frozen)
             self._told = number + 1
 
     def restore(self, depth: int) -> None:
@@ -167,38 +152,27 @@ class Applier:
         ddp.rebuild_buckets(self._wrapper)
         trained = [entry for entry in self._model.parameters() if entry.requires_grad]
         size_bytes = sum(entry.numel() * entry.element_size() for entry in trained)
-        wall_s = time.perf_counter() - begin
-        rewrapped = Rewrapped(step=self._recorder.step, wall_s=wall_s, reduced_bytes=size_bytes)
-        self._recorder.write(rewrapped)
+        step, wall_s = self._recorder.step, time.perf_counter() - begin
+        self._recorder.write(Rewrapped(step=step, wall_s=wall_s, reduced_bytes=size_bytes))
 
     def _find_deepest(self) -> tuple[int, str]:
         """Return how deep the model may be frozen, and why not deeper."""
-        deepest, reason = self.cut.deepest, self.cut.reason
-        for optimizer in self._training.optimizers:
-            limit = self._deepest_for(optimizer)
-            if limit < deepest:
-                deepest = limit
-                reason = (
-                    "one of the optimizers would have nothing left to train, which GradScaler "
-                    "takes for an error. Give one optimizer all parameters, in groups"
-                )
-        return deepest, reason
+        limit = min(map(self._deepest_for, self._training.optimizers))
+        if limit >= self.cut.deepest:
+            return self.cut.deepest, self.cut.reason
+        return limit, (
+            "one of the optimizers would have nothing left to train, which GradScaler takes for "
+            "an error. Give one optimizer all parameters, in groups"
+        )
 
     def _deepest_for(self, optimizer: Any) -> int:
         """Return how deep the model may be frozen so that an optimizer keeps something to train."""
         own = {id(entry) for group in optimizer.param_groups for entry in group["params"]}
-        places = {
-            name: number
-            for number, module in enumerate(self.cut.modules)
-            for name in module.parameters
-        }
-        last = len(self.cut.modules) - 1
-        found = (
-            places.get(name, last)
-            for name, entry in self._model.named_parameters()
-            if id(entry) in own and entry.requires_grad
-        )
-        return max(found, default=last)
+        modules = self.cut.modules
+        places = {name: place for place, each in enumerate(modules) for name in each.parameters}
+        last, parameters = len(modules) - 1, self._model.named_parameters()
+        names = [name for name, entry in parameters if id(entry) in own and entry.requires_grad]
+        return max((places.get(name, last) for name in names), default=last)
 
     def _runs_late(self, _module: nn.Module, _args: Any) -> None:
         if self.detaches and torch.is_grad_enabled() and not is_own_pass():
@@ -208,7 +182,6 @@ class Applier:
 
 def _starts_momentum_at_once(optimizer: Any) -> bool:
     """Return whether an optimizer that has not stepped yet must have all momenta from then on."""
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group.get("fused") and group["momentum"] and not optimizer.state
-        for group in optimizer.param_groups
-    )
+    if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
+        return False
+    return any(group.get("fused") and group["momentum"] for group in optimizer.param_groups)

@@ -1,6 +1,4 @@
-"""The public face: `attach` checks what it is given and makes the parts of a run; `Run` is what the
-user holds.
-"""
+"""The public face: `attach` makes the parts of a run; `Run` is what the user holds."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.controller import Controller
 from egeria.distributed.ranks import rank
-from egeria.errors import ConfigError, StateError
+from egeria.errors import ConfigError, StateError, brief
 from egeria.events import Event, MetricLogged, Resumed, RunClosed
 from egeria.journal import Recorder, is_url, run_directory
 from egeria.model.compile import Compilation, is_compiled
@@ -32,23 +28,14 @@ from egeria.model.pretrained import find_trained_norms
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.trackers import find_trackers
-from egeria.session.checks import (
-    agree_on_the_run,
-    check_training,
-    choose_controller,
-    choose_rule,
-    environment,
-    read_config,
-    unwrap_loader,
-    unwrap_scheduler,
-)
-from egeria.session.evaluation import make_evaluation
+from egeria.session import checks
 from egeria.session.interval import read_loss
 from egeria.session.session import Session
 from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.training import Training
 
 STATE_SCHEMA = 3
+_GO_ON = "Take an earlier checkpoint, or go on without loading it."
 _TOO_FEW = "Without it nothing is measured or frozen: call run.step(loss) after each optimizer step"
 
 
@@ -66,8 +53,7 @@ def attach(
     plan: str | None = None,
     log_to: Any = None,
 ) -> Run:
-    """Watch a training run and freeze its front layers as they converge; `run.close()` undoes
-    everything.
+    """Watch a training run and freeze its front layers; `run.close()` undoes everything.
 
     Nothing about the model, the optimizer or the loader changes until the first layer module
     freezes. A model that cannot be cut, or a directory that cannot be written, is no error: the run
@@ -76,45 +62,35 @@ def attach(
     Args:
         model: the model in training; the loop goes on calling it, or the wrapper that it is in.
         optimizer: the optimizer, or all of them; never changed.
-        loader: the training loader, to count its steps and workers; with `cache.enabled` its
-            samples are followed.
+        loader: the training loader, to count its steps and workers.
         scheduler: the learning-rate scheduler, whose kind tells the policy 'egeria' when to thaw;
-            never stepped. A list where several optimizers have one each: that of what may freeze
-            counts.
-        total_steps: optimizer steps of the whole run; without it the default policy freezes
-            nothing.
+            never stepped. A list where several optimizers have one each.
+        total_steps: optimizer steps of the whole run; the default policy needs it.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
-        directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a
-            URL that fsspec knows, such as 's3://bucket/run', it is one there too, whose files are
-            copied to the URL at `close` and whenever the state is saved.
-        controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your
-            own.
-        policy: the name of a policy, before `config`'s own; or what makes one of your own, called
-            as `egeria.policy.Maker` says.
+        directory: where the journal and the report go; None makes one under `egeria_runs/`. From
+            here files are copied to a URL that fsspec knows, such as 's3://bucket/run', at `close`
+            and whenever the state is saved.
+        controller: 'auto', 'process', 'inline' or a controller of your own, before `config`'s.
+        policy: the name of a policy, before `config`'s; or an `egeria.policy.Maker` of your own.
         plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
             half of the steps on one, from three quarters on two; short for `policy.plan`.
         log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
-            a callable `(values, step)`, or a list of these: gets the run's numbers under `egeria/`,
-            and the report at the end.
+            a callable `(values, step)`, or a list of these: gets the run's numbers and the report.
 
     Returns:
         The run: call `run.step(loss)` once after each optimizer step.
 
     Raises:
-        ConfigError: an argument or a setting is outside its contract, or an open run watches this
-            model.
+        ConfigError: an argument is outside its contract, or an open run watches this model.
     """
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    settings = read_config(config, controller, policy, plan)
-    loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
-    given, inner, optimizers = check_training(model, optimizer, total_steps)
+    settings = checks.read_config(config, controller, policy, plan)
+    loader, scheduler = checks.unwrap_loader(loader), checks.unwrap_scheduler(scheduler)
+    given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
     _check_unwatched(inner)
-    rule_name, rule = choose_rule(settings, scheduler, total_steps)
-    choice, make_controller = choose_controller(settings, inner, controller, loader)
-    agree_on_the_run(settings, total_steps)
-    # Of several processes only the first keeps a journal and logs; others may not even have what
-    # it logs to.
-    leads = rank() == 0
+    rule_name, rule = checks.choose_rule(settings, scheduler, total_steps)
+    checks.agree_on_the_run(settings, total_steps)
+    leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []
     url = str(directory) if is_url(directory) else None
     recorder = Recorder(run_directory(directory) if leads else None, url=url, echoes=not leads)
@@ -133,12 +109,7 @@ def attach(
         norms=find_trained_norms(inner),
     )
     try:
-        session = Session(
-            training,
-            environment=environment(inner, loader),
-            loader=loader,
-            make_evaluation=partial(make_evaluation, training, choice=choice, make=make_controller),
-        )
+        session = Session(training, checks.environment(inner, loader), loader, controller)
     except BaseException:  # such as a pattern of layer modules that matches nothing
         recorder.close()
         raise
@@ -160,8 +131,7 @@ class Run:
         self.directory: Path | None = recorder.directory
         self._closed = False
         self._last_state: dict[str, Any] | None = None
-        # A run that is dropped without `close` must not leave a frozen model or an open file
-        # behind.
+        # A run that is dropped without `close` leaves no frozen model and no open file behind.
         self._finalizer = weakref.finalize(self, _release, session, recorder)
 
     @property
@@ -171,16 +141,12 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """How many layer modules are frozen over the training, once the first step was made; None
-        under a policy without a plan.
-        """
+        """What is frozen when, from the first step on; None under a policy without a plan."""
         return self._session.plan
 
     @property
     def modules(self) -> tuple[LayerModule, ...]:
-        """The layer modules, front to back; empty before the first optimizer step, and where the
-        model could not be cut.
-        """
+        """The layer modules, front to back; empty before the first step, and without a cut."""
         return self._session.modules
 
     @property
@@ -192,16 +158,11 @@ class Run:
         """Count one optimizer step; call it after the optimizer's.
 
         A call without an optimizer step since the last one is a micro-batch, as in gradient
-        accumulation or where `GradScaler` skips a step: its loss is part of the mean of the next
-        step.
+        accumulation or where `GradScaler` skips a step: its loss is part of the next step's mean.
 
         Args:
             loss: training loss of the step, a number or a 0-d tensor; with gradient accumulation
-                before it is divided by the number of micro-batches. The device is asked for its
-                value once every `n` steps, not now.
-
-        Raises:
-            ConfigError: the loss is neither a number nor a tensor of one element.
+                before it is divided. The device is asked for its value every `n` steps, not now.
         """
         value = read_loss(loss)
         if not self._closed and self._session.step(value):
@@ -213,34 +174,24 @@ class Run:
         self._recorder.write(MetricLogged(step=self._session.clock.step, values=values))
 
     def summary(self) -> Summary:
-        """Return where the run stands: steps, stage, what is frozen, time saved and overhead so
-        far.
-        """
+        """Return where the run stands: steps, stage, what is frozen, time saved and overhead."""
         return self._showing.summary()
 
-    def on_event(self, callback: Callable[[Event], object]) -> Callable[[], None]:
-        """Call `callback` with each event of the journal from now on, as it is written, until the
-        run is closed.
+    def on_event(self, callback: Callable[[Event], object]) -> Callable[[], object]:
+        """Call `callback` with each event of the journal, until the run is closed.
 
-        Of several processes each calls its own callbacks, with the events that it sees: decisions
-        and its own measurements in all, what concerns the controller and the reference model in the
-        first alone.
+        Each process calls its own callbacks, with the events that it sees: what concerns the
+        controller and the reference model is seen by the first alone.
 
         Args:
-            callback: takes an event of `egeria.events`. One that raises is called no more, with a
-                warning.
+            callback: takes an event of `egeria.events`; one that raises is called no more.
 
         Returns:
             A function that ends the calls.
-
-        Raises:
-            ConfigError: it cannot be called.
         """
         if not callable(callback):
-            raise ConfigError(
-                f"run.on_event takes a function of one event, found {type(callback).__name__}. "
-                f"Pass the function itself, such as run.on_event(print)."
-            )
+            found = type(callback).__name__
+            raise ConfigError(f"on_event takes a function of one event, found {found}. Pass one.")
         return self._recorder.listen(callback)
 
     def __repr__(self) -> str:
@@ -251,16 +202,13 @@ class Run:
 
     @property
     def packed(self) -> Packed:
-        """The state for `torch.distributed.checkpoint`: `dcp.save({"run": run.packed, ...})`, and
-        `dcp.load` alike.
-        """
+        """The state for `torch.distributed.checkpoint`, such as `dcp.save({"run": run.packed})`."""
         return Packed(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to continue as if the run had never stopped.
 
-        Plain values and tensors; save it beside the states of the model and the optimizer. Of a
-        closed run it is the state before it was closed.
+        Plain values and tensors. Of a closed run it is the state before it was closed.
         """
         if self._last_state is not None:
             return self._last_state
@@ -275,35 +223,24 @@ class Run:
                 Nothing has changed then.
         """
         if self._closed:
-            raise StateError(
-                "A closed run goes on with nothing, found a state to go on from. Attach anew, "
-                "then load."
-            )
+            raise StateError("A closed run takes no state. Attach anew, then load.")
         schema = state.get("schema")
         if schema != STATE_SCHEMA:
             raise StateError(
-                f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load "
-                "it with the egeria "
-                "that wrote it; or load the model and the optimizer alone, and the run begins "
-                "anew."
+                f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load it "
+                "with the egeria that wrote it, or load the model and the optimizer alone."
             )
         try:
             self._session.load_state_dict(state)
         except StateError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            raise StateError(
-                f"A run's state is what run.state_dict() returned; this one is damaged "
-                f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without "
-                "loading it."
-            ) from error
+            raise StateError(f"The run's state is damaged ({brief(error)}). {_GO_ON}") from error
         step = self._session.clock.step
         self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage))
 
     def close(self) -> None:
-        """End the run and leave the model as it was found: thawed, without hooks. Safe to call
-        twice.
-        """
+        """End the run and leave the model as it was found; can be called twice."""
         frozen, session = self.frozen, self._session
         if self._last_state is None:
             with suppress(Exception):  # a device that has failed tells no losses
@@ -315,15 +252,10 @@ class Run:
         reason = session.steps.calls_missing
         if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
             self._recorder.decline("watching this training", f"{reason}. {_TOO_FEW}")
-        self._recorder.write(
-            RunClosed(
-                step=session.clock.step,
-                frozen=frozen,
-                overhead_wall_s=session.clock.overhead_wall_s,
-                overhead_cpu_s=session.clock.overhead_cpu_s,
-                controller_cpu_s=session.controller_cpu_s,
-            )
-        )
+        clock, cpu_s = session.clock, session.controller_cpu_s
+        spent = {"overhead_wall_s": clock.overhead_wall_s, "overhead_cpu_s": clock.overhead_cpu_s}
+        closed = RunClosed(step=clock.step, frozen=frozen, controller_cpu_s=cpu_s, **spent)
+        self._recorder.write(closed)
         self._showing.close()
         self._finalizer()
 
@@ -340,15 +272,12 @@ _OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary(
 
 def _check_unwatched(model: nn.Module) -> None:
     """Raise ConfigError if an open run watches a model, or one that has parameters of it."""
-    own = {id(parameter) for parameter in model.parameters()}
+    own = set(map(id, model.parameters()))
 
     def others() -> list[Run]:
-        open_runs = [run for run in _OPEN_RUNS.values() if not run._closed]
-        return [
-            run
-            for run in open_runs
-            if any(id(entry) in own for entry in run._session.training.model.parameters())
-        ]
+        found = [(run, run._session.training.model) for run in _OPEN_RUNS.values()]
+        shares = [run for run, held in found if not own.isdisjoint(map(id, held.parameters()))]
+        return [run for run in shares if not run._closed]
 
     if others():
         # one that was dropped in a cycle, such as that of a traceback, is released by this
@@ -356,10 +285,8 @@ def _check_unwatched(model: nn.Module) -> None:
     if found := [repr(run) for run in others()]:  # the error must not keep the run
         raise ConfigError(
             "attach takes a model that no open run watches, in whole or in part, found one that "
-            f"{found[0]} watches. "
-            "Call run.close() of that run first, or go on with it. Where an interrupted cell of "
-            "a notebook left no "
-            f"name for it, run the cell again: the error that kept it is gone then."
+            f"{found[0]} watches. Call run.close() of that run first, or go on with it. If an "
+            "interrupted notebook cell left no name for it, run the cell again."
         )
 
 
@@ -371,13 +298,13 @@ def _release(session: Session, recorder: Recorder) -> None:
 if TYPE_CHECKING:  # it takes half a second to import
     from torch.distributed.checkpoint.stateful import Stateful
 
+    from egeria.controller import Controller
+
 
 class Packed:
-    """The state of a run in one piece.
+    """The state of a run in one piece, since `torch.distributed.checkpoint` loads by known entries.
 
-    `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state
-    that has the same entries; those of a run come and go. In one piece there is one entry, and all
-    processes load the same. It must be that of the first: save with
+    All processes load the same. It must be that of the first: save with
     `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions, but not the
     reference model and what was measured since the last evaluation, which are made again then.
     """
@@ -392,16 +319,9 @@ class Packed:
         return {"state": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            StateError: it is of another egeria, or of another model. Nothing has changed then.
-        """
+        """Restore a saved state; StateError, with nothing changed, where it is of another run."""
         try:
             loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise StateError(
-                f"The state of a run is what run.packed saved; this one cannot be read ({error}). "
-                f"Take an earlier checkpoint, or go on without loading it."
-            ) from error
+            raise StateError(f"The run's state cannot be read ({error}). {_GO_ON}") from error
         self._run.load_state_dict(loaded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,54 +15,35 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from egeria.cache import length_of
 from egeria.config import Config
-from egeria.controller import (
-    Controller,
-    ControllerChoice,
-    EvaluationPlan,
-    InlineController,
-    ProcessController,
-    choose,
-)
 from egeria.distributed import ddp
 from egeria.distributed.ranks import together, world_size
 from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError
-from egeria.model.cut import LayerModule
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
-from egeria.session.evaluation import MakeController, SecondsLeft
 
-DECIDING = (
-    "policy",
-    "modules",
-    "bootstrapping",
-    "plasticity",
-    "reference",
-    "freezing",
-    "unfreezing",
-)
-"""Groups of settings that decisions depend on."""
+NOT_DECIDING = ("controller", "cache")
+"""Groups of settings that no decision depends on."""
+INNER_MODELS = {"_FabricModule": "_forward_module"}
+_OPTIMIZERS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
+INNER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, "optimizer")
+INNER_SCHEDULERS = dict.fromkeys(("AcceleratedScheduler", "LRSchedulerConfig"), "scheduler")
+INNER_LOADERS = {"DataLoaderAdapter": "base_dataloader", "_FabricDataLoader": "_dataloader"}
+"""Classes of frameworks that wrap the user's own objects, and the attributes that hold those."""
 
 
 def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> Config:
-    """Return the configuration, whatever form it came in, with the controller, the policy and the
-    plan that attach was given.
-    """
+    """Return the configuration, with the controller, policy and plan that attach was given."""
     if config is None or isinstance(config, Mapping):
         config = Config.from_dict(config or {})
     elif isinstance(config, (str, Path)):
         config = Config.load(config)
     if not isinstance(config, Config):
-        raise ConfigError(
-            "config is an egeria.Config, a dictionary or the path of a TOML file, found "
-            f"{type(config).__name__}. "
-            f"Build one with egeria.Config(...)."
-        )
+        what = "config is an egeria.Config, a dictionary or the path of a TOML file"
+        raise ConfigError(f"{what}, found {type(config).__name__}. Build an egeria.Config(...).")
     settings: Config = config
     given = {"name": policy, "plan": plan}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given:
+    if given := {name: value for name, value in given.items() if value is not None}:
         settings = replace(settings, policy=replace(settings.policy, **given))
     if isinstance(controller, str):
         settings = replace(settings, controller=replace(settings.controller, kind=controller))
@@ -75,8 +56,7 @@ def check_training(
     """Return the model as it is called, the model without wrappers, and all optimizers."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the "
-            "model itself."
+            f"attach takes a torch.nn.Module, found {type(model).__name__}. Pass the model itself."
         )
     given: nn.Module = _unwrap(model, INNER_MODELS)
     inner = ddp.unwrap(given)
@@ -84,46 +64,29 @@ def check_training(
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
         raise ConfigError(
-            "total_steps is the number of optimizer steps of the whole run, a whole number above "
-            f"0, found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
+            "total_steps is the optimizer steps of the whole run, a whole number above 0, found "
+            f"{total_steps!r}. Pass len(loader) * epochs, or leave it out."
         )
     return given, inner, optimizers
-
-
-INNER_MODELS = {"_FabricModule": "_forward_module"}
-INNER_OPTIMIZERS = dict.fromkeys(
-    ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"), "optimizer"
-)
-INNER_SCHEDULERS = dict.fromkeys(("AcceleratedScheduler", "LRSchedulerConfig"), "scheduler")
-INNER_LOADERS = {"DataLoaderAdapter": "base_dataloader", "_FabricDataLoader": "_dataloader"}
-"""Classes of frameworks that wrap the user's own objects, by name, and the attribute that has
-those."""
 
 
 def _unwrap(given: Any, inner: Mapping[str, str]) -> Any:
     """Return what is within wrappers of frameworks, however many there are."""
     # `type`, since some wrappers show the class of what they wrap as their own.
-    while name := next(
-        (entry.__name__ for entry in type(given).__mro__ if entry.__name__ in inner), None
-    ):
-        given = getattr(given, inner[name])
+    while names := [kind.__name__ for kind in type(given).__mro__ if kind.__name__ in inner]:
+        given = getattr(given, inner[names[0]])
     return given
 
 
 def unwrap_loader(loader: Any) -> Any:
-    """Return the user's own loader, without the wrappers of frameworks; None where there is none.
-
-    Raises:
-        ConfigError: it is nothing that batches come from.
-    """
+    """Return the user's own loader, without wrappers of frameworks; None where there is none."""
     loader = _unwrap(loader, INNER_LOADERS)
     is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
     if loader is None or (is_iterable and not isinstance(loader, (str, bytes, type, nn.Module))):
         return loader
     raise ConfigError(
-        "loader is what the training loop takes its batches from, such as a DataLoader, found "
-        f"{_describe(loader)}. "
-        f"Pass the loader, or leave it out; a learning-rate scheduler goes to scheduler=..."
+        f"loader is what the loop takes its batches from, found {_describe(loader)}. Pass the "
+        "DataLoader, or leave it out; a learning-rate scheduler goes to scheduler=..."
     )
 
 
@@ -135,32 +98,19 @@ def _describe(found: Any) -> str:
 
 
 def unwrap_scheduler(scheduler: Any) -> Any:
-    """Return the user's own scheduler, without the wrappers of frameworks; None for none, a list
-    for several.
-
-    Raises:
-        ConfigError: it is no scheduler.
-    """
+    """Return the user's own scheduler without wrappers; None for none, a list for several."""
     if isinstance(scheduler, (list, tuple)):
         several = [found for found in map(unwrap_scheduler, scheduler) if found is not None]
         return several if len(several) > 1 else next(iter(several), None)
     scheduler = _unwrap(scheduler, INNER_SCHEDULERS)
     if scheduler is None:
         return None
-    is_optimizer = hasattr(scheduler, "param_groups")
-    if (
-        isinstance(scheduler, type)
-        or is_optimizer
-        or not callable(getattr(scheduler, "step", None))
-    ):
+    is_another = isinstance(scheduler, type) or hasattr(scheduler, "param_groups")
+    if is_another or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
-            "scheduler is a learning-rate scheduler, an object like those of "
-            "torch.optim.lr_scheduler, found "
-            f"{_describe(scheduler)}. Pass the one that your loop calls .step() on (where several "
-            "optimizers have one "
-            "each, a list of them; of several for one, chain them with SequentialLR or "
-            "ChainedScheduler), or leave it "
-            f"out."
+            "scheduler is an object like those of torch.optim.lr_scheduler, found "
+            f"{_describe(scheduler)}. Pass the one that your loop calls .step() on, a list where "
+            "several optimizers have one each, or leave it out."
         )
     return scheduler
 
@@ -175,23 +125,15 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     optimizers = [_unwrap(entry, INNER_OPTIMIZERS) for entry in given]
     for entry in optimizers:
         if not hasattr(entry, "param_groups"):
-            raise ConfigError(
-                f"attach takes a torch optimizer, or a list of them, found {type(entry).__name__}. "
-                f"Pass what your loop calls .step() on."
-            )
-    known = {id(parameter) for parameter in model.parameters()}
-    held = (
-        parameter
-        for entry in optimizers
-        for group in entry.param_groups
-        for parameter in group["params"]
-    )
-    holds_none = not any(id(parameter) in known for parameter in held)
+            what = "attach takes a torch optimizer, or a list of them"
+            raise ConfigError(f"{what}, found {type(entry).__name__}. Pass what your loop steps.")
+    known = set(map(id, model.parameters()))
+    groups = [group for entry in optimizers for group in entry.param_groups]
+    holds_none = not any(id(entry) in known for group in groups for entry in group["params"])
     if holds_none and reason_to_decline(model, optimizers) is None:
         raise ConfigError(
-            "attach takes an optimizer that trains parameters of the model, found one that holds "
-            "none of them. "
-            "Build it from model.parameters() of this very model, after moving it to its device."
+            "attach takes an optimizer of the model's parameters, found one that holds none of "
+            "them. Build it from model.parameters(), after moving the model to its device."
         )
     return optimizers
 
@@ -199,9 +141,7 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
 def choose_rule(
     config: Config, scheduler: Any, total_steps: int | None
 ) -> tuple[str, UnfreezeRule]:
-    """Return the name of the unfreeze rule and the rule, and check that the policy can be made with
-    it.
-    """
+    """Return the unfreeze rule by name and as an object; check that the policy can be made."""
     rule = config.unfreezing.rule
     if rule == "auto":
         rule = rule_for_schedule(_schedule_names(scheduler))
@@ -213,9 +153,7 @@ def choose_rule(
 
 
 def _schedule_names(scheduler: Any) -> list[str]:
-    """Return the names of a scheduler's class, of the schedules it chains and of the functions it
-    was given.
-    """
+    """Return the names of a scheduler's class, of what it chains and of its functions."""
     if scheduler is None:
         return []
     if isinstance(scheduler, list):
@@ -229,48 +167,15 @@ def _schedule_names(scheduler: Any) -> list[str]:
     return names
 
 
-def choose_controller(
-    config: Config, model: nn.Module, given: str | Controller | None, loader: Any
-) -> tuple[ControllerChoice, MakeController]:
-    """Return which controller it is, and what makes it for layer modules, which may ask for the
-    seconds left.
-    """
-    if given is not None and not isinstance(given, str):
-        return ControllerChoice(
-            kind=type(given).__name__, device="", reason="given to attach"
-        ), lambda *_: given
-    choice = choose(config.controller.kind, config.reference.device, model, loader)
-
-    def make(modules: Sequence[LayerModule], seconds_left: SecondsLeft) -> Controller:
-        plan = EvaluationPlan(
-            taps=tuple(module.tap for module in modules[:-1]),
-            largest_map=config.plasticity.largest_map,
-            precision=config.reference.precision,
-            device=choice.device,
-            fidelity_share=config.reference.fidelity_share,
-        )
-        if choice.kind == "inline":
-            return InlineController(plan)
-        return ProcessController(
-            plan, config.controller, seconds_left if choice.must_repay else None
-        )
-
-    return choice, make
-
-
 def agree_on_the_run(config: Config, total_steps: int | None) -> None:
-    """Check that all processes of a job attach alike.
-
-    Raises:
-        ConfigError: they were given other settings, or another number of steps.
-    """
+    """Raise ConfigError unless all processes of a job have the same settings and steps."""
     if world_size() == 1:
         return
     # Without what is another object in each process, and without addresses within objects.
     settings = {
         name: {key: value for key, value in group.items() if not str(value).startswith("<")}
         for name, group in config.to_dict().items()
-        if name in DECIDING
+        if name not in NOT_DECIDING
     }
     told = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))
     rows = together(lambda: (total_steps, told))
@@ -280,19 +185,16 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
             found = f", found {[row[0] for row in rows]}" if what == "total_steps" else ""
             raise ConfigError(
                 f"All processes of a job attach with the same {what}; rank {apart[0]} has others "
-                f"than rank 0{found}. Give attach the same on every rank; with loaders of "
-                "different lengths, the number of the first."
+                f"than rank 0{found}. Give attach those of rank 0 on every rank."
             )
 
 
 def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
     """Return what the journal says of model, machine and versions."""
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    device = next((entry.device.type for entry in model.parameters()), "cpu")
     return {
         "model": type(model).__name__,
-        "num_parameters": sum(
-            parameter.numel() for parameter in model.parameters() if not is_lazy(parameter)
-        ),
+        "num_parameters": sum(e.numel() for e in model.parameters() if not is_lazy(e)),
         **_describe_data(loader),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "threads": torch.get_num_threads(),
@@ -303,15 +205,20 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
 
 
 def _describe_data(loader: Any) -> dict[str, Any]:
-    """Return the name of a data set, its own where it has one, and its number of samples, as far as
-    they are told.
-    """
+    """Return the name of a data set and its number of samples, as far as they are known."""
     found: dict[str, Any] = {}
     with suppress(Exception):  # loaders and data sets raise various things
         dataset = loader.dataset
-        name = getattr(
-            getattr(dataset, "info", None), "dataset_name", None
-        )  # of Hugging Face's datasets
+        info = getattr(dataset, "info", None)  # of Hugging Face's datasets
+        name = getattr(info, "dataset_name", None)
         found["data"] = name if isinstance(name, str) and name else type(dataset).__name__
         found["num_samples"] = len(dataset)
     return found
+
+
+def length_of(thing: Any) -> int | None:
+    """Return the length of a loader; None where it has none: they raise various things."""
+    try:
+        return len(thing)
+    except Exception:
+        return None

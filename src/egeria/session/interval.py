@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -17,8 +18,6 @@ from egeria.errors import ConfigError
 
 FEWEST = 7
 """Iterations that a median is taken of, where there are so many at a depth."""
-
-
 Loss: TypeAlias = float | Tensor
 
 
@@ -26,13 +25,11 @@ Loss: TypeAlias = float | Tensor
 class Measured:
     """What an interval showed in this process."""
 
-    loss: float | None
-    """Mean of the finite losses; None where there was none."""
+    loss: float | None  # mean of the finite losses; None where there was none
     num_steps: int
     num_bad_losses: int
-    wall_s: float
-    """Median wall-clock seconds of an iteration; 0 where there was none."""
-    cpu_s: float
+    iteration_wall_s: float  # median; 0 where there was no iteration
+    iteration_cpu_s: float
 
 
 class Clock:
@@ -42,11 +39,7 @@ class Clock:
     work is not counted as the user's. Medians leave out the long iterations with a validation or a
     checkpoint. CPU time, a system call, is asked for at some steps of an interval only; a call that
     does nothing but count is taken to need as much of it as time. Losses stay on their device until
-    an interval ends.
-
-    Args:
-        total_steps: optimizer steps of the whole training; None where unknown.
-        interval_steps: `n`, steps of an interval.
+    an interval of `interval_steps` ends.
     """
 
     def __init__(self, total_steps: int | None, interval_steps: int) -> None:
@@ -116,19 +109,14 @@ class Clock:
 
     def spent(self) -> dict[str, float]:
         """Return our overhead so far, the call under way included, by fields of the journal."""
-        wall_s = time.perf_counter() - self._entered
-        cpu_s = wall_s if self._entered_cpu is None else time.process_time() - self._entered_cpu
-        return {
-            "overhead_wall_s": self.overhead_wall_s + wall_s,
-            "overhead_cpu_s": self.overhead_cpu_s + cpu_s,
-        }
+        wall_s = cpu_s = time.perf_counter() - self._entered
+        if self._entered_cpu is not None:
+            cpu_s = time.process_time() - self._entered_cpu
+        wall_s, cpu_s = self.overhead_wall_s + wall_s, self.overhead_cpu_s + cpu_s
+        return {"overhead_wall_s": wall_s, "overhead_cpu_s": cpu_s}
 
     def end_interval(self, frozen: int) -> Measured:
-        """End the interval and return what it showed; the next begins.
-
-        Args:
-            frozen: how many layer modules were frozen in it: iterations at one depth take alike.
-        """
+        """End the interval, at this frozen depth, and return what it showed; the next begins."""
         losses, self._losses = to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
         wall_s, cpu_s = self._wall.end_interval(frozen), self._cpu.end_interval(frozen)
@@ -140,19 +128,15 @@ class Clock:
             loss=statistics.fmean(finite) if finite else None,
             num_steps=num_steps,
             num_bad_losses=len(losses) - len(finite),
-            wall_s=wall_s,
-            cpu_s=cpu_s,
+            iteration_wall_s=wall_s,
+            iteration_cpu_s=cpu_s,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data."""
         names = ("step", "evaluation", "began", "interval_steps", "iteration_s")
         state: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return {
-            **state,
-            "losses": to_floats(self._losses),
-            "held": to_floats(self._held),
-        }
+        return {**state, "losses": to_floats(self._losses), "held": to_floats(self._held)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
@@ -173,11 +157,7 @@ class Medians:
         self._earlier: dict[int, array[float]] = {}
 
     def end_interval(self, frozen: int) -> float:
-        """Return the median of the interval, 0 where there was no iteration; the next begins.
-
-        Args:
-            frozen: how many layer modules were frozen in it: iterations at one depth take alike.
-        """
+        """Return the median of the interval, 0 where there was no iteration; the next begins."""
         own, self.own = self.own, array("d")
         if not own:
             return 0.0
@@ -187,11 +167,7 @@ class Medians:
 
 
 def read_loss(loss: Any) -> Loss:
-    """Return a loss as a number, or a 0-d tensor on its device.
-
-    Raises:
-        ConfigError: it is neither a number nor a tensor of one element.
-    """
+    """Return a loss as a number, or a 0-d tensor on its device; else raise ConfigError."""
     if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
         number: Any = loss.tolist()
         if type(number) is float:
@@ -206,10 +182,8 @@ def read_loss(loss: Any) -> Loss:
     except TypeError as error:
         is_tensor = isinstance(loss, Tensor)
         found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"{loss!r}"
-        raise ConfigError(
-            "run.step(loss) takes the loss of the step as a number or a 0-d tensor, found "
-            f"{found}. Reduce it first, for instance with loss.mean()."
-        ) from error
+        what = "run.step takes a loss as a number or a 0-d tensor"
+        raise ConfigError(f"{what}, found {found}. Reduce it, as by loss.mean().") from error
 
 
 def to_floats(steps: Sequence[Loss | list[Loss]]) -> list[float]:
@@ -222,10 +196,8 @@ def to_floats(steps: Sequence[Loss | list[Loss]]) -> list[float]:
     on_device = [loss.to(tensors[0].device) for loss in tensors]
     read = iter(torch.stack(on_device).tolist() if tensors else [])
     numbers = iter([next(read) if isinstance(loss, Tensor) else loss for loss in losses])
-    return [
-        statistics.fmean([next(numbers) for _ in step]) if isinstance(step, list) else next(numbers)
-        for step in steps
-    ]
+    counts = [len(step) if isinstance(step, list) else 1 for step in steps]
+    return [statistics.fmean(itertools.islice(numbers, count)) for count in counts]
 
 
 def seconds_left(total_steps: int | None, step: int, iteration_s: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from egeria.errors import ConfigError
 from egeria.events import PlanMade, RunStarted
@@ -12,8 +12,10 @@ from egeria.model.cut import Cut
 from egeria.policy import Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
-from egeria.session.evaluation import Evaluation
 from egeria.session.training import Training
+
+if TYPE_CHECKING:
+    from egeria.session.evaluation import Evaluation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,25 +31,19 @@ class Parts:
     """None where the policy reads no plasticity."""
 
     def announce(self, dropped: Sequence[str]) -> None:
-        """Journal the plan, with the compute that it skips, and what can never be frozen.
-
-        Args:
-            dropped: blocks that did not run in the first step, although others beside them did.
-        """
-        modules, recorder, deepest = self.cut.modules, self.training.recorder, self.applier.deepest
-        if deepest < len(modules) - 1:
-            recorder.decline(
-                f"freezing {modules[deepest].name} and what follows", self.applier.limit
-            )
+        """Journal the plan, and what can never be frozen, such as dropped blocks."""
+        modules, recorder, applier = self.cut.modules, self.training.recorder, self.applier
+        if applier.deepest < len(modules) - 1:
+            name = modules[applier.deepest].name
+            recorder.decline(f"freezing {name} and what follows", applier.limit)
         if dropped:
             recorder.decline(
                 f"freezing {', '.join(dropped)}",
-                "it did not run in the first step, and is left as it is: what is in front of it "
-                "freezes, but the backward pass goes on as far as to it",
+                "it did not run in the first step: the backward pass goes on as far as to it",
             )
         if self.plan is None:
             return
-        trained = [self.applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
+        trained = [applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
         skipped = self.plan.skipped_share(backward_shares([m.share for m in modules], trained))
         plan, reason, step = str(self.plan), self.plan.reason, recorder.step
         recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
@@ -58,24 +54,15 @@ class Parts:
         differing = [name for name in ours if cut_by.get(name, ours[name]) != ours[name]]
         if differing:
             settings = " and ".join(f"modules.{name}={ours[name]!r}" for name in differing)
-            self.training.recorder.decline(
-                f"cutting the model by {settings}",
-                "a resumed run keeps the layer modules that it was saved with. For others load the "
-                "model and the optimizer, but not the state of the run",
-            )
+            load = "For others load the model and the optimizer, but not the state of the run"
+            reason = f"a resumed run keeps its layer modules. {load}"
+            self.training.recorder.decline(f"cutting the model by {settings}", reason)
 
 
 def make_parts(
     training: Training, cut: Cut, wrapper: Any, engine: Mapping[str, Any] | None = None
 ) -> Parts:
-    """Make the parts of a run; nothing is frozen by them yet.
-
-    Args:
-        training: what is trained.
-        cut: of its model.
-        wrapper: DistributedDataParallel around the model; None where there is none.
-        engine: the saved state of the parts of a resumed run.
-    """
+    """Make the parts of a run, or of a resumed one by its saved state; nothing is frozen yet."""
     names, settings = tuple(module.name for module in cut.modules), training.config.policy
     plan = find_plan(settings, names, training.is_pretrained, training.total_steps)
     if plan is not None:
@@ -91,8 +78,7 @@ def make_parts(
     if not isinstance(policy, Policy):
         raise ConfigError(
             "policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
-            f"{type(policy).__name__}. Give what it makes the attributes and methods of that "
-            "protocol."
+            f"{type(policy).__name__}. Give that the attributes and methods of the protocol."
         )
     if engine is not None:
         policy.load_state_dict(engine["policy"])
@@ -103,19 +89,22 @@ def make_parts(
 
 
 def run_started(
-    training: Training, cut: Cut | None, parts: Parts | None, interval_steps: int
+    training: Training, parts: Parts | None, interval_steps: int, environment: dict[str, Any]
 ) -> RunStarted:
-    """Return the event by which a journal begins; without a cut nothing can be frozen."""
-    modules = cut.modules if cut else ()
-    count = parts.applier.count if parts else lambda _: 0
+    """Return the event by which a journal begins; without parts nothing can be frozen."""
+    modules, trainable, deepest = list[dict[str, Any]](), list[bool](), 0
+    if parts is not None:
+        cut, deepest, count = parts.cut, parts.applier.deepest, parts.applier.count
+        modules = [{**asdict(entry), "num_trainable": count(entry)} for entry in cut.modules]
+        trainable = list(cut.trainable)
     return RunStarted(
         step=0,
         config=training.config.to_dict(),
-        modules=[{**asdict(entry), "num_trainable": count(entry)} for entry in modules],
-        trainable=list(cut.trainable) if cut else [],
-        deepest_freeze=parts.applier.deepest if parts else 0,
+        modules=modules,
+        trainable=trainable,
+        deepest_freeze=deepest,
         rule=training.rule_name,
         total_steps=training.total_steps,
         interval_steps=interval_steps,
-        environment={},
+        environment=environment,
     )

@@ -9,40 +9,34 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from egeria.controller import EvaluationResult
 from egeria.distributed import ddp
 from egeria.distributed.ranks import LostError, RankError, together, world_size
 from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.events import (
+    DepthRefused,
     IntervalMeasured,
+    PlasticityRead,
     Recompiled,
     StageChanged,
 )
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
-from egeria.policy import (
-    BOOTSTRAPPING,
-    Depth,
-    Interval,
-    Plan,
-    Policy,
-    Reading,
-    Status,
-    first_stage,
-)
+from egeria.policy import BOOTSTRAPPING, Depth, Interval, Plan, Policy, Reading, Status, first_stage
 from egeria.report.wording import plural
-from egeria.session.evaluation import Evaluation
 from egeria.session.interval import Clock, Measured, seconds_left
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import begin_skipping
-from egeria.session.steps import CHECKED_CALLS, NO_STEP, Steps
+from egeria.session.steps import CHECKED_CALLS, NO_STEP, NO_STEPS, Steps
 from egeria.session.training import FirstStep, FreezingEndedError, Training
+
+if TYPE_CHECKING:
+    from egeria.session.evaluation import Evaluation
 
 T = TypeVar("T")
 INTERVALS, INTERVAL_STEPS = 100, 100
@@ -54,21 +48,16 @@ class Session:
 
     Until the first update it watches the user's own passes; there the model is cut and the policy
     made. Nothing of it may stop or change the user's training: a fault of ours ends freezing.
-
-    Args:
-        training: what is trained.
-        environment: what the journal says of the machine and the data.
-        loader: of the user; with the cache on a disk its samples are followed.
-        make_evaluation: makes what reads plasticity, for a cut and a clock.
+    `environment` is what the journal says of the machine and the data, `controller` one that the
+    user gave, or the name of a kind.
     """
 
     def __init__(
         self,
         training: Training,
-        *,
-        environment: Mapping[str, Any],
+        environment: dict[str, Any],
         loader: Any,
-        make_evaluation: Callable[[Cut, Clock], Evaluation],
+        controller: Any,
     ) -> None:
         self.training, self.recorder = training, training.recorder
         self.modules: tuple[LayerModule, ...] = ()
@@ -76,8 +65,10 @@ class Session:
         self.plan: Plan | None = None
         self.parts: Parts | None = None
         self.steps = Steps(training.optimizers, self._before_update)
-        self.clock = Clock(training.total_steps, self._interval_of_journal())
-        self._environment, self._make_evaluation = dict(environment), make_evaluation
+        usual = max(1, (training.total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
+        interval_steps = training.config.plasticity.interval_steps or usual
+        self.clock = Clock(training.total_steps, interval_steps)
+        self._environment, self._loader, self._controller = environment, loader, controller
         self._status = Status(stage=first_stage(training.config.policy.name))
         self._has_started = self._has_ended = self._asks_first = self._is_lost = False
         self._meets = False
@@ -95,22 +86,22 @@ class Session:
             try:
                 self._first = FirstStep(training)
             except UnsupportedModelError as error:
-                refusal = str(error)
                 if training.config.modules.pattern is not None:
-                    raise ConfigError(refusal) from error
+                    raise ConfigError(str(error)) from error
+                refusal = str(error)
         self._skipping = None if refusal else begin_skipping(training, loader, self.clock.spend)
         if self._first is not None:
             self._first.open()
         self.steps.open()
         if refusal:
-            self._start_journal(None)
+            self._start_journal()
             self._end(refusal)
 
     @property
     def controller_cpu_s(self) -> float:
         """CPU seconds of controller processes so far."""
         evaluation = self.parts.evaluation if self.parts else None
-        return self._past_controller_cpu_s + (evaluation.status.cpu_s if evaluation else 0.0)
+        return self._past_controller_cpu_s + (evaluation.controller.cpu_s if evaluation else 0.0)
 
     @property
     def frozen(self) -> int:
@@ -123,15 +114,11 @@ class Session:
         return self._status.stage
 
     def step(self, loss: float | Tensor) -> bool:
-        """Take in the loss of a batch.
-
-        Returns:
-            Whether something may have been decided or journaled.
-        """
+        """Take in the loss of a batch; return whether something may have been journaled."""
         if not self.steps.take():
             self.clock.hold(loss)
-            if self.steps.num_calls == CHECKED_CALLS and self.steps.complaint:
-                self.recorder.decline("counting calls of run.step", self.steps.complaint)
+            if self.steps.is_late:
+                self.recorder.decline("counting calls of run.step", NO_STEPS)
             return False
         clock = self.clock
         clock.enter(loss)
@@ -148,7 +135,7 @@ class Session:
     def close(self) -> None:
         """Leave the model, the optimizers and the loader as they were found; can be repeated."""
         self._has_ended = True
-        self._start_journal(None)
+        self._start_journal()
         if self._first is not None and any(self.steps.num_steps):
             self.recorder.decline("freezing", NO_STEP)
         self._release()
@@ -156,12 +143,11 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides, as plain data and tensors."""
-        parts = self.parts
-        engine = None
+        parts, engine = self.parts, None
         if parts is not None:
             engine = {
                 "cut": parts.cut.to_dict(),
-                "parameters": self.training.names(),
+                "parameters": list(self.training.named()),
                 "cut_by": asdict(self.training.config.modules),
                 "policy": parts.policy.state_dict(),
                 "frozen": parts.applier.depth,
@@ -183,29 +169,20 @@ class Session:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            StateError: it belongs to another model or policy, or to another cut of this run.
-                Nothing has changed then.
-        """
+        """Restore a saved state; StateError, with nothing changed, where it is of another run."""
         engine, clock = state["engine"], Clock(self.training.total_steps, 1)
         clock.load_state_dict(state["clock"])
         cut = Cut.from_dict(engine["cut"]) if engine else None
         names = [name for module in cut.modules for name in module.parameters] if cut else []
-        known = engine["parameters"] if engine else ()
+        known = engine["parameters"] if engine else []
         self.training.check_state(state["policy_name"], names, known)
         if cut and self.parts and self.parts.cut != cut:
-            raise StateError(
-                "A state is loaded before the first step of a run, or comes from this very run; "
-                "this run has cut its model into other layer modules. Attach anew, then load."
-            )
+            raise StateError("This run has other layer modules. Attach anew, then load.")
         if cut is not None and not self._has_ended:
             self._resume(cut, engine, state["norms"])
         elif cut is not None:
-            self.recorder.decline(
-                "freezing", "it has ended for good in this run, also where that is rolled back"
-            )
+            reason = "it has ended for good in this run, also where that is rolled back"
+            self.recorder.decline("freezing", reason)
         elif state["has_ended"]:
             self._end("")
         self.clock.load_state_dict(state["clock"])
@@ -228,15 +205,12 @@ class Session:
         """Cut the model right before the first update, and set the first depth."""
         first = self._first
         # `torch.distributed.checkpoint` steps an optimizer to make its state, before any pass.
-        is_no_training = first is not None and first.watch.is_empty and not self.steps.num_calls
-        if first is None or is_no_training or not first.comes_to(number):
+        if first is None or (first.watch.is_empty and not self.steps.num_calls):
+            return
+        if not first.comes_to(number):
             # What is watched meanwhile takes memory.
-            if (
-                first is not None
-                and not first.watch.is_empty
-                and max(self.steps.num_steps) >= CHECKED_CALLS
-            ):
-                self._start_journal(None)
+            if not first.watch.is_empty and max(self.steps.num_steps) >= CHECKED_CALLS:
+                self._start_journal()
                 self._end(NO_STEP)
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -249,12 +223,11 @@ class Session:
                 raise FreezingEndedError(IN_BACKWARD)
             cut, refusal = first.cut()
             if refusal:
-                self._start_journal(cut)
+                self._start_journal()
                 raise FreezingEndedError(refusal)
-            parts = make_parts(self.training, cut, first.wrapper)
-            self._install(parts)
+            self._install(parts := make_parts(self.training, cut, first.wrapper))
             self._asks_first = True
-            self._start_journal(cut)
+            self._start_journal()
             parts.announce(first.dropped)
             if len(self.training.optimizers) == 1:
                 self._ask_first()
@@ -280,15 +253,12 @@ class Session:
             self._follow_boundary()
         self._asks_first = False
 
-    def _start_journal(self, cut: Cut | None) -> None:
+    def _start_journal(self) -> None:
         """Journal how the run begins, once."""
-        if self._has_started:
-            return
-        started = run_started(
-            self.training, cut if self.parts else None, self.parts, self.clock.interval_steps
-        )
-        self.recorder.write(replace(started, environment=self._environment))
-        self._has_started = True
+        if not self._has_started:
+            steps, environment = self.clock.interval_steps, self._environment
+            self.recorder.write(run_started(self.training, self.parts, steps, environment))
+            self._has_started = True
 
     # --- questions to the policy -----------------------------------------------------------------
 
@@ -332,81 +302,67 @@ class Session:
         wanted, status = parts.policy.wants.plasticity_of, getattr(parts.policy, "status", None)
         is_judging = wanted is not None or getattr(status, "stage", "") == BOOTSTRAPPING
         if parts.evaluation is None and is_judging:
-            parts.evaluation = self._make_evaluation(parts.cut, self.clock)
+            parts.evaluation = self._make_evaluation(parts.cut)
         if parts.evaluation is not None:
             self._evaluation_due = parts.evaluation.prepare(wanted)
+
+    def _make_evaluation(self, cut: Cut) -> Evaluation:
+        from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
+
+        return make_evaluation(self.training, cut, self.clock, self._controller, self._loader)
 
     def _end_interval(self, parts: Parts, ends: bool) -> Interval:
         """End the interval, which an asked-for step ends early, and return what it showed."""
         moved = parts.applier.moved()
         measured, rate = self.clock.end_interval(self.frozen), self._rate()
-        views = [(measured.loss, measured.num_bad_losses, rate, moved)]
-        if self._meets:
-            views = together(lambda: views[0])
+        views = self._together(lambda: (measured.loss, measured.num_bad_losses, rate, moved))
         losses = [loss for loss, *_ in views if loss is not None]
         loss, rate = (sum(losses) / len(losses) if losses else None), views[0][2]
         num_bad = sum(view[1] for view in views)
         self._measure(replace(measured, loss=loss, num_bad_losses=num_bad), rate)
         if moved := sorted({name for view in views for name in view[3]}):
-            raise FreezingEndedError(
-                f"frozen parameters were changed by the training loop ({', '.join(moved[:3])}), so "
-                "that they are not what was frozen"
-            )
+            names = ", ".join(moved[:3])
+            reason = "frozen parameters were changed by the training loop"
+            raise FreezingEndedError(f"{reason} ({names})")
         if loss is None and parts.evaluation is not None:
-            self.recorder.decline(
-                "freezing while the loss is not finite",
-                f"the training loss was not finite for {plural(num_bad, 'step')}; nothing is "
-                "judged meanwhile",
-            )
+            steps = plural(num_bad, "step")
+            reason = f"the training loss was not finite for {steps}; nothing is judged meanwhile"
+            self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval(
             step=self.clock.step,
             frozen=self.frozen,
             num_steps=measured.num_steps if ends else 0,
             loss=loss,
             learning_rate=rate,
-            seconds=measured.wall_s,
+            seconds=measured.iteration_wall_s,
         )
 
     def _measure(self, measured: Measured, rate: float | None = None) -> None:
         """Journal an interval, and the time that its compiling took."""
         self._note_compiling()
-        self.recorder.write(
-            IntervalMeasured(
-                step=self.clock.step,
-                evaluation=self.clock.evaluation,
-                loss=measured.loss,
-                num_steps=measured.num_steps,
-                num_bad_losses=measured.num_bad_losses,
-                learning_rate=self._rate() if rate is None else rate,
-                frozen=self.frozen,
-                iteration_wall_s=measured.wall_s,
-                iteration_cpu_s=measured.cpu_s,
-                **self.clock.spent(),
-            )
-        )
-        total_steps = self.clock.total_steps
-        if total_steps is not None and self.clock.step > total_steps:
+        clock, rate = self.clock, self._rate() if rate is None else rate
+        found = {"evaluation": clock.evaluation, "frozen": self.frozen, **asdict(measured)}
+        found |= clock.spent()
+        self.recorder.write(IntervalMeasured(step=clock.step, learning_rate=rate, **found))
+        if clock.total_steps is not None and clock.step > clock.total_steps:
             self.recorder.decline(
                 "planning beyond the end of the run",
-                f"attach was given total_steps={total_steps}, and the training goes on. Pass the "
-                "optimizer steps of the whole run, such as len(loader) * epochs",
+                f"attach was given total_steps={clock.total_steps}, and the training goes on. "
+                "Pass the steps of the whole run, such as len(loader) * epochs",
             )
 
     def _note_compiling(self) -> None:
         """Journal the time that an interval has compiled; behind a change of depth it is ours."""
         before, self._measured_depth = self._measured_depth, self.frozen
-        compilation = self.training.compilation
-        spent_s = 0.0 if compilation is None else compilation.look()
-        if spent_s <= 0:
+        clock, compilation = self.clock, self.training.compilation
+        if compilation is None or (spent_s := compilation.look()) <= 0:
             return
-        is_ours = before not in (None, self.frozen)
-        if is_ours:
-            self.clock.overhead_wall_s += spent_s
-            self.clock.overhead_cpu_s += spent_s
-        step = self.clock.step
-        self.recorder.write(Recompiled(step=step, wall_s=spent_s, by_freezing=is_ours))
+        if is_ours := before not in (None, self.frozen):
+            clock.overhead_wall_s += spent_s
+            clock.overhead_cpu_s += spent_s
+        self.recorder.write(Recompiled(step=clock.step, wall_s=spent_s, by_freezing=is_ours))
 
-    def _ask(self, interval: Interval, read: EvaluationResult | None = None) -> None:
+    def _ask(self, interval: Interval, read: PlasticityRead | None = None) -> None:
         """Ask the policy, and do what that of the first rank says or refuse it."""
         parts = self.parts
         if parts is None:  # a callback for events has closed the run
@@ -418,7 +374,8 @@ class Session:
         left_s = seconds_left(self.clock.total_steps, self.clock.step, self.clock.iteration_s)
         refusals = self._together(lambda: parts.applier.refusal(depth.frozen, left_s))
         if reason := next(filter(None, refusals), ""):
-            parts.applier.refuse(depth, reason)
+            step = self.clock.step
+            self.recorder.write(DepthRefused(step=step, asked=depth.frozen, reason=reason))
             return
         if depth.frozen < self.frozen and parts.evaluation is not None:
             parts.evaluation.valid_from = self.clock.evaluation
@@ -433,9 +390,9 @@ class Session:
             self._take_in_readings(parts, always=True)
         if self.parts is not parts:
             return
-        evaluation.refresh(clock.evaluation, parts.policy.wants)
-        wanted = parts.policy.wants.plasticity_of
-        fitting = evaluation.fit_interval(clock.interval_steps, wanted)
+        wants = parts.policy.wants
+        evaluation.refresh(clock.evaluation, wants)
+        fitting = evaluation.fit_interval(clock.interval_steps, wants.plasticity_of)
         clock.interval_steps = self._together(lambda: fitting)[0]
         evaluation.disarm()
 
@@ -448,7 +405,8 @@ class Session:
             if self.parts is not parts:
                 return
             if read.module != parts.policy.wants.plasticity_of:
-                evaluation.drop_late(read)
+                late = "it came late: the layer module is no longer monitored, or not now"
+                evaluation.drop(read.evaluation, read.module, late)
                 continue
             reading = Reading(evaluation=read.evaluation, module=read.module, value=read.value)
             rate = self._together(self._rate)[0]
@@ -457,7 +415,7 @@ class Session:
             )
             self._ask(interval, read)
 
-    def _note_status(self, policy: Policy, read: EvaluationResult | None) -> None:
+    def _note_status(self, policy: Policy, read: PlasticityRead | None) -> None:
         """Journal what the policy says of itself: its stage, and what it concluded of a reading."""
         before, found = self._status, getattr(policy, "status", None)
         self._status = found if isinstance(found, Status) else before
@@ -487,14 +445,6 @@ class Session:
             steady = float((2 * max(1, self._status.window) - 1) * clock.interval_steps)
         self._skipping.follow(self.modules[: self.frozen], steady, clock.step)
 
-    def _interval_of_journal(self) -> int:
-        """Return the steps between entries of the journal, for a policy that asks for none."""
-        given, total_steps = (
-            self.training.config.plasticity.interval_steps,
-            self.training.total_steps,
-        )
-        return given or max(1, (total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
-
     # --- resuming --------------------------------------------------------------------------------
 
     def _resume(self, cut: Cut, engine: Mapping[str, Any], norms: Mapping[str, bool]) -> None:
@@ -512,7 +462,7 @@ class Session:
             self._first = None
         self.steps.stop_calling()
         self._install(parts)
-        self._start_journal(cut)
+        self._start_journal()
         parts.announce_resumed(engine["cut_by"])
 
     def _restore(self, engine: Mapping[str, Any]) -> None:
@@ -520,7 +470,7 @@ class Session:
         parts = self.parts
         assert parts is not None
         if engine["evaluator"] is not None:
-            parts.evaluation = self._make_evaluation(parts.cut, self.clock)
+            parts.evaluation = self._make_evaluation(parts.cut)
             parts.evaluation.load_state_dict(engine["evaluator"])
         parts.applier.detaches = engine["detaches"]
         parts.applier.restore(engine["frozen"])
@@ -544,8 +494,9 @@ class Session:
         """Turn a fault of ours into the end of freezing, in all processes; an interrupt passes."""
         try:
             yield
-            if self._meets:
-                self._agree()
+            views = self._together(lambda: (self.frozen, self.clock.interval_steps))
+            if any(view != views[0] for view in views):
+                raise RankError(f"the processes of the job do not agree on what is frozen: {views}")
         except LostError as error:  # to thaw alone would part this process from the others
             self._is_lost, self._meets = True, False
             self.recorder.decline("freezing and thawing any further", str(error))
@@ -556,18 +507,9 @@ class Session:
             if not isinstance(error, (FreezingEndedError, UnsupportedModelError)):
                 self.recorder.fault(what, error)
                 reason = f"{what} failed ({type(error).__name__}: {error})"
-            if self._meets:
-                with suppress(RankError, LostError):
-                    together(partial(_fail, reason))
+            with suppress(RankError, LostError, FreezingEndedError):
+                self._together(partial(_fail, reason))
             self._end(reason)
-
-    def _agree(self) -> None:
-        """Check at the end of a decision that all processes have the same frozen,
-        and the same `n`.
-        """
-        views = together(lambda: (self.frozen, self.clock.interval_steps))
-        if any(view != views[0] for view in views):
-            raise RankError(f"the processes of the job do not agree on what is frozen: {views}")
 
     def _end(self, reason: str) -> None:
         """Freeze nothing any more in this run."""
@@ -583,7 +525,7 @@ class Session:
             self._try(parts.applier.close)
             if parts.evaluation is not None:
                 self._try(partial(parts.evaluation.close, for_good=self._has_ended))
-                self._past_controller_cpu_s += parts.evaluation.status.cpu_s
+                self._past_controller_cpu_s += parts.evaluation.controller.cpu_s
         self.parts = None  # last, so that a second call finishes what was interrupted
         if self._has_ended:
             for part in (self._first, self._skipping, self.training.compilation):

@@ -12,24 +12,21 @@ from egeria.model.hooks import Hook
 CHECKED_CALLS = 100
 """Calls of `run.step` without any optimizer step after which the user is told, and steps of one
 optimizer without any of another after which nothing is watched any longer."""
-NO_STEP = (
-    "one of the optimizers given to attach made no step, and what it trains is known at its first. "
-    "Attach those that step, and when they do"
+NO_STEP = "one of the optimizers given to attach made no step. Attach those that step"
+NO_STEPS = (
+    f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls of "
+    "run.step. Give attach the optimizer that steps, and call run.step(loss) behind it"
 )
 
 
 class Steps:
-    """Tells which calls of `run.step` stand behind an optimizer step, and calls back before
-    updates.
+    """Tells which calls of `run.step` follow an optimizer step, and calls back before updates.
 
     A call without a step in between is a micro-batch, as in gradient accumulation or where
     `GradScaler` skips a step. Of several optimizers any step counts. An optimizer that is given a
     closure computes its gradients within its step: the callback then follows the closure.
-    Optimizers without hooks are taken to step before each call.
-
-    Args:
-        optimizers: all optimizers of the training.
-        before: called with the optimizer's number right before its update, until `stop_calling`.
+    Optimizers without hooks are taken to step before each call. `before` is called with an
+    optimizer's number right before its update, until `stop_calling`.
     """
 
     def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
@@ -63,22 +60,16 @@ class Steps:
         """Return whether an optimizer has stepped since the last call."""
         self.num_calls += 1
         if self._counts_all:
-            if self._before is not None:
-                for number in range(len(self._optimizers)):
-                    self._call(number)
+            for number in range(len(self._optimizers)):
+                self._call(number)
             return True
         counts, self._has_stepped = self._has_stepped, False
         return counts
 
     @property
-    def complaint(self) -> str:
-        """What is wrong with the calls of `run.step`; empty for nothing."""
-        return (
-            f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls of "
-            "run.step. Give attach the optimizer that steps, and call run.step(loss) behind it"
-            if self.num_calls == CHECKED_CALLS and not any(self.num_steps) and not self._counts_all
-            else ""
-        )
+    def is_late(self) -> bool:
+        """Whether `run.step` has just been called so often without any optimizer step."""
+        return self.num_calls == CHECKED_CALLS and not any(self.num_steps)
 
     @property
     def calls_missing(self) -> str:
@@ -98,9 +89,7 @@ class Steps:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._optimizers.index(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._before is None:
-            return None
-        if closure is None:
+        if self._before is None or closure is None:
             self._call(number)
             return None
 
@@ -117,20 +106,14 @@ class Steps:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None or not self._overflowed(found_inf):
-            self._has_stepped = True
-            self.num_steps[self._optimizers.index(optimizer)] += 1
-
-    def _overflowed(self, found_inf: Any) -> bool:
-        """Return whether the gradients of a fused optimizer, which is stepped all the same, did.
-
-        To ask a GPU would wait for it, so that it is asked only while the scale is being found.
-        """
-        return (
-            isinstance(found_inf, torch.Tensor)
-            and (not found_inf.is_cuda or self._before is not None)
-            and bool(found_inf)
-        )
+        # A fused optimizer is stepped on overflow too. To ask a GPU would wait for it, so that it
+        # is asked only while the scale is being found.
+        if isinstance(found_inf, torch.Tensor):
+            is_asked = not found_inf.is_cuda or self._before is not None
+            if is_asked and bool(found_inf):
+                return
+        self._has_stepped = True
+        self.num_steps[self._optimizers.index(optimizer)] += 1
 
     def _remove(self, name: str) -> None:
         for optimizer in self._optimizers:

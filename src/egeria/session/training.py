@@ -58,42 +58,33 @@ class Training:
         """The type of device that the model is on."""
         return next((entry.device.type for entry in self.model.parameters()), "cpu")
 
-    def cut_settings(self) -> dict[str, Any]:
-        """Return the settings that the model is cut by."""
-        settings = asdict(self.config.modules)
-        return settings_of_cut(settings, is_pretrained=self.is_pretrained)
-
     def learning_rate(self, modules: Sequence[LayerModule]) -> float:
         """Return the largest rate of the groups that train what may freeze, else of all groups."""
-        named = dict(self.model.named_parameters(remove_duplicate=False))
+        named = self.named()
         own = {id(named.get(name)) for module in modules[:-1] for name in module.parameters}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         fitting = [group for group in groups if any(id(entry) in own for entry in group["params"])]
         return max(float(group.get("lr") or 0.0) for group in fitting or groups)
 
-    def names(self) -> list[str]:
-        """Return all names of all parameters."""
-        return [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by all of their names."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
 
-    def check_state(
-        self, policy_name: str, parameters: Sequence[str], known: Collection[str]
-    ) -> None:
+    def check_state(self, policy_name: str, parameters: list[str], known: list[str]) -> None:
         """Raise StateError if a saved state is of another policy or of another model."""
         if policy_name != self.policy_name:
             raise StateError(
-                "A run goes on under the policy that it began with; this state is of "
-                f"{policy_name!r}, and the run has {self.policy_name!r}. Give "
-                f"policy={policy_name!r}, or go on without loading the state."
+                f"A run goes on under the policy that it began with, {policy_name!r}, found "
+                f"{self.policy_name!r}. Give policy={policy_name!r}, or do not load the state."
             )
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = self.named()
         missing = set(parameters) - own.keys()
         added = {name for name, entry in own.items() if entry.requires_grad}.difference(known)
         if missing or (parameters and added):
             has = "has" if missing else "does not have"
             raise StateError(
-                "A run's state fits the model it was saved from; this state is of another model, "
-                f"which {has} {', '.join(sorted(missing or added)[:3])}. Attach the model that the "
-                "state was saved from."
+                f"A run's state fits its own model, found that of another model, which {has} "
+                f"{', '.join(sorted(missing or added)[:3])}. Attach the model it was saved from."
             )
 
 
@@ -123,11 +114,11 @@ class FirstStep:
     def open(self) -> None:
         """Begin to watch."""
         self.watch.open()
+        model, compilation = self._training.model, self._training.compilation
         if self.wrapper is None and is_initialized():
-            hook = Hook(self, FirstStep._look_for_wrapper)
-            self._training.model.register_forward_pre_hook(hook)
-        if self._training.compilation is not None:
-            self._training.compilation.wait()
+            model.register_forward_pre_hook(Hook(self, FirstStep._look_for_wrapper))
+        if compilation is not None:
+            compilation.wait()
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -135,57 +126,39 @@ class FirstStep:
         sweep(self._training.model, self)
 
     def comes_to(self, number: int) -> bool:
-        """Note what has a gradient as an optimizer comes to its first step.
-
-        Returns:
-            Whether all optimizers have come to theirs.
-        """
+        """Note what has a gradient at an optimizer's first step; return whether it was the last."""
         if number in self._to_come:
             self._to_come.discard(number)
-            own = {
-                id(entry)
-                for group in self._training.optimizers[number].param_groups
-                for entry in group["params"]
-            }
-            self._seen |= {
-                name
-                for name, entry in self._training.model.named_parameters()
-                if id(entry) in own and entry.grad is not None
-            }
+            groups = self._training.optimizers[number].param_groups
+            own = {id(entry) for group in groups for entry in group["params"]}
+            for name, entry in self._training.model.named_parameters():
+                if id(entry) in own and entry.grad is not None:
+                    self._seen.add(name)
         return not self._to_come
 
     def cut(self) -> tuple[Cut, str]:
-        """Cut the model, alike on all ranks: by what ran on each of them, in the order of the
-        first.
-
-        Returns:
-            The cut, and why nothing can be frozen by it; empty where something can.
-        """
+        """Cut the model, alike on all ranks; return the cut, and why nothing can freeze, if so."""
         training = self._training
+        # by what ran on each of them, in the order of the first
         views = together(lambda: (self._order(), self._trained()))
         order = [name for name in views[0][0] if all(name in view[0] for view in views)]
         seen = set.intersection(*(set(view[1]) for view in views))
         self.dropped = self._find_dropped(order)
-        settings = training.cut_settings()
+        given, is_pretrained = asdict(training.config.modules), training.is_pretrained
+        settings = settings_of_cut(given, is_pretrained=is_pretrained)
 
         def read() -> Cut:
             if self.watch.failure:
                 raise UnsupportedModelError(self.watch.failure)
-            modules = make_modules(
-                training.model, watch=self.watch, order=order, seen=seen, **settings
-            )
-            trained = {
-                entry
-                for optimizer in training.optimizers
-                for group in optimizer.param_groups
-                for entry in group["params"]
-            }
-            return read_graph(training.model, modules, self.watch, trained)
+            model, watch = training.model, self.watch
+            modules = make_modules(model, watch=watch, order=order, seen=seen, **settings)
+            groups = [group for o in training.optimizers for group in o.param_groups]
+            trained = {entry for group in groups for entry in group["params"]}
+            return read_graph(model, modules, watch, trained)
 
         cut = Cut.combine(together(read))
         is_sharded = fsdp2.is_sharded(training.model)
-        refused = None if is_sharded or world_size() == 1 else ddp.refuse(self.wrapper)
-        reason = refused or ""
+        reason = "" if is_sharded or world_size() == 1 else ddp.refuse(self.wrapper) or ""
         if not reason and sum(cut.trainable) < 2:
             reason = "fewer than two layer modules received a gradient in the first step"
         return cut, next(filter(None, together(lambda: reason)), "")
@@ -194,13 +167,10 @@ class FirstStep:
         self.wrapper = self.wrapper or ddp.find_wrapper(model)
 
     def _find_dropped(self, order: Collection[str]) -> list[str]:
-        blocks = [piece for piece in self._pieces if piece.role == "block"]
-        ran = {(parent_of(b.name), type(b.module)) for b in blocks if b.name in order}
-        return [
-            b.name
-            for b in blocks
-            if b.name not in order and (parent_of(b.name), type(b.module)) in ran
-        ]
+        found = [piece for piece in self._pieces if piece.role == "block"]
+        blocks = {piece.name: (parent_of(piece.name), type(piece.module)) for piece in found}
+        ran = {kind for name, kind in blocks.items() if name in order}
+        return [name for name, kind in blocks.items() if name not in order and kind in ran]
 
     def _order(self) -> list[str]:
         return [name for name in self.watch.order if name not in self.watch.silent]
@@ -210,11 +180,7 @@ class FirstStep:
         if self._seen:
             return self._seen
         # An optimizer without hooks: the loop may have set the gradients to None by now.
-        ran = {
-            id(entry)
-            for piece in self._pieces
-            if piece.name in self.watch.order
-            for entry in self._training.model.get_submodule(piece.name).parameters()
-            if entry.requires_grad
-        }
-        return {name for name, entry in self._training.model.named_parameters() if id(entry) in ran}
+        model, order = self._training.model, self.watch.order
+        ran = [model.get_submodule(piece.name) for piece in self._pieces if piece.name in order]
+        own = {id(entry) for part in ran for entry in part.parameters() if entry.requires_grad}
+        return {name for name, entry in model.named_parameters() if id(entry) in own}

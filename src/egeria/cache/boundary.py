@@ -1,0 +1,407 @@
+"""The end of a frozen front: what the rest of the model reads of it, recorded and given back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria import tree
+from egeria.cache.rows import count_rows, take
+from egeria.errors import UncacheableError
+from egeria.model.batch import OF_THE_LOSS, Autocast, Batch
+from egeria.model.copies import is_ours
+from egeria.model.cut import LayerModule
+from egeria.model.hooks import Hook, sweep
+from egeria.model.undisturbed import capture, undisturbed
+
+LEAST_POSITIONS, LEAST_ROWS = 128, 8
+"""Positions of sequences, and rows, that are computed together at least, where only some of a batch
+are missing: with half as many MiniLM came to the same last bits as with all (record 0041)."""
+MOST_KINDS = 512
+"""Kinds of batches that are remembered, such as lengths to which sentences are padded."""
+
+
+HOOKED = (
+    "there is a forward hook on a frozen layer or a container of some, which would read what "
+    "stands in for skipped layers, or a pre-hook on the model, which would run twice; remove it"
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Kind:
+    """What the frozen layers give in one kind of call, without the values."""
+
+    blanks: dict[str, Any] = field(default_factory=dict)
+    """Of each root, its output with NaN in the place of each tensor."""
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    """Of what crosses."""
+
+
+class Record:
+    """What the frozen layers did in one forward pass, by hooks on them."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self._boundary = boundary
+        self.kind, self.calls = Kind(), Counter[str]()
+        self.saw_backward = False
+        self.autocast: Autocast | None = None
+        """Within the front: a wrapper around the forward of a model may turn it on."""
+        self.value: Tensor | None = None
+        """What crosses: a copy, since an in-place operation behind may overwrite it."""
+        self.refusal = ""
+
+    def open(self) -> None:
+        """Put the hooks on."""
+        for name, root in self._boundary.roots.items():
+            root.register_forward_hook(Hook(self, partial(Record._note, name=name)))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for root in self._boundary.roots.values():
+            sweep(root, self)
+
+    def await_backward(self, output: Any) -> None:
+        """Note when the backward pass of what a pass gave begins."""
+        found = (entry for _, entry in tree.contents(output) if isinstance(entry, Tensor))
+        for node in [entry.grad_fn for entry in found if entry.grad_fn is not None]:
+            node.register_prehook(self._note_backward)
+
+    def _note_backward(self, _gradients: Any) -> None:
+        self.saw_backward = True
+
+    def _note(self, root: nn.Module, _args: Any, output: Any, *, name: str) -> None:
+        try:
+            self._note_output(root, output, name)
+        except Exception as error:  # in a pass of the user's, which no error of ours may end
+            self.refusal = self.refusal or f"what {name} gives cannot be kept ({error})"
+
+    def _note_output(self, root: nn.Module, output: Any, name: str) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self.refusal = (
+                f"the backward pass runs {name} again, from inputs that would be skipped: let no "
+                "checkpointed section reach over the boundary of the frozen layers"
+            )
+            return
+        self.calls[name] += 1
+        if self.calls[name] == 1:
+            self.refusal = self.refusal or _refusal(root, name, output)
+            self.kind.blanks[name] = tree.map_tensors(_blank, output)
+            if name == self._boundary.tap:
+                found = tree.first_activation(output)
+                if found is not None:
+                    self.autocast = Autocast.current(found.device.type)
+                    self.kind.shape, self.kind.stride = tuple(found.shape), found.stride()
+                    self.value = found.detach().clone()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How what crosses is taken apart by sample."""
+
+    axis: int
+    """Of the samples."""
+    order: tuple[int, ...]
+    """Of the other axes, from the largest stride to the smallest: rows are plain memory so."""
+    length_axis: int | None = None
+    """Of a row that follows the length of its sequence, where padding is cut."""
+    cut_names: frozenset[str] = frozenset()
+    """Of the arguments that are cut with it."""
+
+    @classmethod
+    def of(cls, value: Tensor, axis: int) -> Layout:
+        """Return the layout of a tensor with this axis of samples."""
+        strides = value.movedim(axis, 0)[0].stride()
+        order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+        return cls(axis=axis, order=tuple(order))
+
+    def split(
+        self, value: Tensor, chosen: Sequence[int], lengths: Sequence[int] | None
+    ) -> list[Tensor]:
+        """Return rows of what crosses, on the CPU, cut to their lengths."""
+        rows = value.movedim(self.axis, 0).permute(0, *(1 + axis for axis in self.order)).cpu()
+        if self.length_axis is None or lengths is None:
+            return [rows[index] for index in chosen]
+        return [rows[index].narrow(self.length_axis, 0, lengths[index]) for index in chosen]
+
+    def join(self, rows: Sequence[Tensor], kind: Kind, device: torch.device) -> Tensor | None:
+        """Return what crosses for a batch of a kind; None where the rows do not fit it."""
+        shape = list(kind.shape)
+        num_rows = shape.pop(self.axis)
+        shape = [shape[axis] for axis in self.order]
+        if self.length_axis is None:
+            if num_rows != len(rows) or any(list(row.shape) != shape for row in rows):
+                return None
+            found = torch.stack(list(rows))
+        else:
+            found = rows[0].new_zeros(num_rows, *shape)
+            for place, row in zip(found, rows, strict=True):
+                place.narrow(self.length_axis, 0, row.shape[self.length_axis]).copy_(row)
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        found = found.permute(0, *(1 + axis for axis in back)).movedim(0, self.axis)
+        if found.stride() != kind.stride and math.prod(kind.shape) == _span(kind):
+            plain = torch.empty_strided(kind.shape, kind.stride, dtype=found.dtype)
+            found = plain.copy_(found)
+        return found.to(device, non_blocking=True)
+
+
+class Boundary:
+    """The frozen front of a model, of whose outputs the rest reads one: that of the last layer.
+
+    Frozen submodules (*roots*) that are called once in a pass are left out by giving their outputs
+    back: what crosses at the tap, NaN elsewhere, so that whatever else is read shows.
+
+    Args:
+        model: the model, without wrappers around it.
+        modules: its frozen layer modules, front to back.
+
+    Raises:
+        UncacheableError: they cannot be left out; the message is the reason.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
+        self.model, self.tap, self.name = model, modules[-1].tap, modules[-1].name
+        found = {model.get_submodule(name): name for m in modules for name in m.submodules}
+        self.roots = {name: root for root, name in found.items()}
+        self.inside = {part for root in self.roots.values() for part in root.modules()}
+        self._watched = [
+            m for m in model.modules() if m is not model and not self.inside.isdisjoint(m.modules())
+        ]
+        names = {name for module in modules for name in module.parameters}
+        self._slots = [
+            (part._parameters, key, weight)
+            for path, part in model.named_modules(remove_duplicate=False)
+            for key, weight in part.named_parameters(recurse=False)
+            if part in self.inside or f"{path}.{key}".removeprefix(".") in names
+        ]
+        self.weights: list[Any] = [weight for *_, weight in self._slots]
+        self.weights += [entry for root in self.roots.values() for entry in root.buffers()]
+        self.device = next((weight.device for weight in self.weights), torch.device("cpu"))
+        self.layout: Layout | None = None
+        """Known once `prove` has found it."""
+        self.live: frozenset[str] = frozenset()
+        """Roots that run all the same: look-ups that depend on no frozen output."""
+        self.is_written = False
+        """Whether operations of the model write into outputs of roots: NaN takes memory then."""
+        self.independent: set[str] | None = None
+        """While it is being proven: roots that were given no NaN."""
+        self._kinds: dict[Hashable, Kind] = {}
+        self._ran = set[str]()
+        """Roots that run up to what crosses."""
+        self._check_front()
+
+    @property
+    def versions(self) -> int:
+        """A number that changes with each write to a frozen parameter that torch counts, and where
+        one is switched on or replaced; buffers are copied in every pass of DistributedDataParallel.
+        """
+        found: Any = self._slots
+        return sum(w._version + w.requires_grad + (table.get(k) is not w) for table, k, w in found)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a hook is where HOOKED says; those that compute weights are fine."""
+        found = [*self.model._forward_pre_hooks.values()]
+        for module in self._watched:
+            found += (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        return any(
+            not is_ours(hook) and not getattr(hook, "__module__", "").startswith("torch.nn.utils.")
+            for hook in found
+        )
+
+    def kind(self, batch: Batch) -> Kind | None:
+        """Return what is known of calls like this one; None for a new kind."""
+        return self._kinds.get(signature(batch))
+
+    def learn(self, batch: Batch, record: Record) -> tuple[Kind, Tensor]:
+        """Return the kind of call that a recorded pass was, which is remembered, and what crossed.
+
+        Raises:
+            UncacheableError: the frozen layers did not run as when the boundary was proven.
+        """
+        require(not record.refusal, record.refusal)
+        stubs = {name for name, count in record.calls.items() if count == 1}
+        require(
+            self.tap in stubs and record.value is not None,
+            f"{self.tap} is called {record.calls[self.tap]} times in a forward pass, or gives no "
+            "tensor",
+        )
+        assert record.value is not None
+        record.kind.blanks = {name: record.kind.blanks[name] for name in stubs}
+        known = next(iter(self._kinds.values()), None)
+        if known is None:
+            calls = list(record.calls)
+            self._ran = {*calls[: calls.index(self.tap) + 1]}
+        else:
+            differing = next(iter(stubs ^ known.blanks.keys()), "")
+            require(not differing, f"{differing} does not run in each forward pass")
+        if len(self._kinds) < MOST_KINDS:
+            self._kinds.setdefault(signature(batch), record.kind)
+        return record.kind, record.value
+
+    @contextmanager
+    def replaying(self, kind: Kind, value: Tensor) -> Iterator[None]:
+        """Leave the frozen layers out of the forward pass in the block, which is given `value`.
+
+        Raises:
+            UncacheableError: behind the block: one was not called once.
+        """
+        calls, before = Counter[str](), list[tuple[Any, Any]]()
+        try:
+            for name in kind.blanks.keys() - self.live:
+                attributes = vars(self.roots[name])
+                before.append((attributes, attributes.get("forward")))
+                own = value if name == self.tap else None
+                attributes["forward"] = partial(self._answer, name, kind.blanks[name], own, calls)
+            yield
+        finally:
+            for attributes, own_forward in before:
+                attributes.pop("forward", None)
+                if own_forward is not None:
+                    attributes["forward"] = own_forward
+        odd = next((name for name in kind.blanks.keys() - self.live if calls[name] != 1), "")
+        require(not odd, f"{odd} was called {calls[odd]} times in a pass that leaves it out")
+
+    def compute(self, batch: Batch, rows: Sequence[int]) -> Tensor:
+        """Return what crosses for some rows of a batch, by a pass of our own through the front.
+
+        Few rows are computed together with repeats of them, see `LEAST_POSITIONS`.
+        """
+        num_rows, mask = count_rows(batch), batch.kwargs.get("attention_mask")
+        length = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
+        least = min(num_rows, LEAST_ROWS, math.ceil(LEAST_POSITIONS / length))
+        together = [rows[index % len(rows)] for index in range(max(least, len(rows)))]
+        ran = set[str]()
+        with undisturbed(self.model, gradients=True, keeps_modes=True):
+            for name, root in self.roots.items():  # the hooks go with the end of the block
+                root.register_forward_hook(lambda *_, name=name: ran.add(name))
+            found = capture(self.model, self.tap, take(batch, together))
+        odd = next(iter(ran ^ self._ran), "")
+        require(found is not None and not odd, f"{odd or self.tap} does not run for all rows alike")
+        assert found is not None and self.layout is not None
+        return found.narrow(self.layout.axis, 0, len(rows))
+
+    def _answer(
+        self,
+        name: str,
+        blanks: Any,
+        value: Tensor | None,
+        calls: Counter[str],
+        *given: Any,
+        **named: Any,
+    ) -> Any:
+        """Answer for a root that is left out."""
+        calls[name] += 1
+        if self.independent is not None and not has_nan((given, named)):
+            self.independent.add(name)
+        left = [value] if value is not None else []
+
+        def pick(blank: Tensor) -> Tensor:
+            if left and blank.is_floating_point() and blank.dim() > 1:
+                return left.pop()
+            return blank.clone() if self.is_written else blank.detach()
+
+        return tree.map_tensors(pick, blanks)
+
+    def _check_front(self) -> None:
+        for name, root in self.roots.items():
+            for part in root.modules():
+                require(
+                    not isinstance(part, torch.jit.ScriptModule), f"{name} is a TorchScript module"
+                )
+        trained = [weight for weight in self.weights if weight.requires_grad]
+        require(
+            not trained,
+            "a weight of the frozen layers is in training still, and what they give changes with "
+            "it; if it is tied to a layer behind them, untie it, or set its requires_grad to False",
+        )
+        plain = (Tensor, nn.Parameter)
+        odd = next((type(w).__name__ for w in self.weights if type(w) not in plain), "")
+        require(not odd, f"weights of the frozen layers are a tensor subclass ({odd})")
+        require(not self.is_hooked, HOOKED)
+        require(self.tap in self.roots, f"{self.tap} is no layer of its own")
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raise UncacheableError with the reason where a condition does not hold."""
+    if not condition:
+        raise UncacheableError(reason)
+
+
+def signature(batch: Batch) -> Hashable:
+    """Return a value that is equal for calls that run alike: by shapes, types and plain values."""
+    return _describe(batch.args), _describe(batch.kwargs), batch.autocast
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, Mapping):
+        own = ((key, _describe(entry)) for key, entry in value.items() if key != OF_THE_LOSS)
+        return type(value), *sorted(own, key=repr)
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_describe, value)
+    plain = (
+        (name, repr(entry)) for name, entry in tree.contents(value) if not isinstance(entry, Tensor)
+    )
+    return type(value), *plain
+
+
+def has_nan(output: Any) -> bool:
+    """Return whether a tensor that a pass gave, also one in an object, has a NaN in it; waits once
+    for each device.
+    """
+    found = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
+    flags = [e.detach().sum().isnan() for e in found if e.is_floating_point() and e.numel()]
+    devices = {flag.device for flag in flags}
+    return any(bool(torch.stack([f for f in flags if f.device == d]).any()) for d in devices)
+
+
+def _refusal(root: nn.Module, name: str, output: Any) -> str:
+    """Return why what a root gives cannot be stored; empty where it can."""
+    active = next((type(part).__name__ for part in root.modules() if _is_active(part)), "")
+    if active:
+        return f"a {active} in {name} is in training mode: a sample gives something else each time"
+    if tree.requires_grad(output):
+        return f"what {name} gives needs a gradient: something in front of it is in training"
+    plain = list(tree.leaves(output))
+    inside = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
+    odd = [t for t in plain if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided]
+    if odd or len(plain) != len(inside):
+        return (
+            f"{name} gives an object of its own with tensors inside, which cannot be stored; "
+            "return tensors, tuples or dictionaries"
+        )
+    return ""
+
+
+def _is_active(module: nn.Module) -> bool:
+    """Return whether it is a dropout, or a normalisation over the batch, in training mode."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._NormBase) and (
+        module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
+    )
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """Return NaN in the shape of a tensor, which takes no memory; for integers another value."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        one = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    else:
+        one = torch.full_like(tensor.new_empty(()), 0 if bool(tensor.any()) else 1)
+    return one.expand(tensor.shape)
+
+
+def _span(kind: Kind) -> int:
+    return 1 + sum((n - 1) * step for n, step in zip(kind.shape, kind.stride, strict=True))

@@ -1,0 +1,333 @@
+"""Rows of activations: the keys they are known by, and where they are kept.
+
+The key of a row is a digest of all that the model is given for one sample, without its padding.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria import tree
+from egeria.model.batch import Batch
+
+DIGEST_BYTES = 16
+_FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
+_SEED = (
+    20  # of the numbers that words are multiplied by: the first ones are the same for all counts
+)
+PREFIX, SUFFIX = "egeria-activations-", ".bin"
+LOOK_BYTES = 64 * 2**20
+"""Stored in memory between two looks at how much may be."""
+ROW_BYTES = 256
+"""What is kept of a row beside its values: its key and its place."""
+DISK_SHARE = 0.5
+"""Share of the free disk space that may be used: as much again is left to others."""
+
+
+def count_rows(batch: Batch) -> int:
+    """Return the number of samples B: the first axis of the first tensor that has one; 0 for
+    none.
+    """
+    return next((tensor.shape[0] for tensor in tree.leaves(batch.arguments) if tensor.dim()), 0)
+
+
+@torch.no_grad()
+def true_lengths(batch: Batch) -> list[int] | None:
+    """Return the length of each row without its padding [B], from the argument `attention_mask`.
+
+    None unless that is a mask [B, T] of zeros and ones, padded on the right, with at least one true
+    element in each row: only then can rows be cut. On an accelerator this waits for it.
+    """
+    mask = batch.kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
+        return None
+    if mask.is_floating_point() or mask.is_complex():
+        return None
+    lengths = (mask != 0).sum(1)
+    expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+    is_regular = (mask == expected).all() & (lengths > 0).all()
+    found = torch.cat([is_regular[None].long(), lengths]).tolist()
+    return found[1:] if found[0] else None
+
+
+def is_cut(tensor: Tensor, batch: Batch) -> bool:
+    """Return whether an argument with a row for each sample is as long as the attention mask."""
+    return tensor.dim() > 1 and tensor.shape[1] == batch.kwargs["attention_mask"].shape[1]
+
+
+def row_keys(
+    batch: Batch, lengths: Sequence[int] | None = None, cut_names: Collection[str] = ()
+) -> list[bytes] | None:
+    """Return a key for each row of the model's input; None where it has no rows.
+
+    Tensors whose first axis has an entry for each sample count row by row, all else counts for
+    every row: other tensors, plain values, and the type of mixed precision. Tensors named in
+    `cut_names` are cut to `lengths`, of the rows [B].
+    """
+    num_rows, columns = count_rows(batch), []
+    shared = hashlib.blake2b(repr(batch.autocast).encode())
+    for name, value in batch.contents:
+        is_row = isinstance(value, Tensor) and value.shape[:1] == (num_rows,)
+        cut = is_row and lengths is not None and name in cut_names and is_cut(value, batch)
+        told = (value.dtype, tuple(value.shape[1 + cut :])) if is_row else _told(value)
+        shared.update(f"{name}={told!r};".encode())
+        if is_row:
+            columns.append(_bytes(digests(value, lengths if cut else None)).reshape(num_rows, -1))
+        elif isinstance(value, Tensor):
+            shared.update(_bytes(value).data)
+    if not columns or not num_rows:
+        return None
+    told = np.concatenate(columns, axis=1)
+    prefix = shared.digest()
+    return [
+        hashlib.blake2b(prefix + row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in told
+    ]
+
+
+def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
+    """Return a copy of a batch with the given rows, detached; repeats are fine.
+
+    Args:
+        batch: the model's input.
+        rows: their numbers.
+        length: to which rows as long as the attention mask are cut.
+    """
+    num_rows, index = count_rows(batch), torch.tensor(rows)
+
+    def pick(tensor: Tensor) -> Tensor:
+        if tensor.shape[:1] != (num_rows,):
+            return tensor.detach().clone()
+        found = tensor.detach().index_select(0, index.to(tensor.device))
+        if length is not None and is_cut(tensor, batch):
+            found = found[:, :length].contiguous()
+        return found
+
+    args, kwargs = tree.map_tensors(pick, batch.arguments)
+    return replace(batch, args=args, kwargs=kwargs)
+
+
+@torch.no_grad()
+def digests(tensor: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    """Return 128 bits for each row of a tensor, computed where it is, as int64 [B, 2].
+
+    Each eight bytes are mixed so that no two give the same, multiplied by two numbers of their own,
+    and added up as integers: exact, and the same on every device. What is behind a row's length
+    counts as zero.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    rows = plain.reshape(len(plain), -1).view(torch.uint8)
+    if lengths is not None:
+        width = rows.shape[1] // tensor.shape[1]
+        ends = torch.tensor(lengths, device=rows.device)[:, None]
+        rows = rows * (torch.arange(rows.shape[1], device=rows.device) < ends * width)
+    words = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(torch.int64)
+    words = (words ^ ((words >> 32) & 0xFFFFFFFF)).mul_(_FACTOR)  # the mask: `>>` repeats the sign
+    words ^= (words >> 29).bitwise_and_(0x7FFFFFFFF)
+    sums = [(words * weights).sum(1) for weights in _weights(words.shape[1], words.device)]
+    if lengths is not None:
+        sums[0] = sums[0] + torch.tensor(lengths, device=rows.device)
+    return torch.stack(sums, dim=1)
+
+
+@lru_cache(maxsize=32)
+def _weights(count: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (count, 2), generator=generator)
+    return (drawn.T.contiguous() | 1).to(device)
+
+
+def _told(value: Any) -> Any:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+class MemoryStore:
+    """Rows in the memory of this process.
+
+    Args:
+        find_limit: returns how many bytes may be stored, by how many are.
+    """
+
+    def __init__(self, find_limit: Callable[[int], int]) -> None:
+        self._find_limit, self._limit_bytes = find_limit, find_limit(0)
+        self._next_look_bytes = LOOK_BYTES
+        self._rows: dict[bytes, Tensor] = {}
+        self.size_bytes, self.is_full, self.error, self.damaged = 0, False, "", 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._rows
+
+    def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
+        """Store copies of rows; nothing more where they do not fit."""
+        if self.size_bytes >= self._next_look_bytes:
+            self._next_look_bytes = self.size_bytes + LOOK_BYTES
+            self._limit_bytes = min(self._limit_bytes, self._find_limit(self.size_bytes))
+        num_bytes = sum(row.nbytes + ROW_BYTES for row in rows)
+        self.is_full = self.is_full or self.size_bytes + num_bytes > self._limit_bytes
+        if not self.is_full:
+            self._rows.update(zip(keys, [row.clone() for row in rows], strict=True))
+            self.size_bytes += num_bytes
+
+    def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
+        """Return rows; None for one that is not there."""
+        return [self._rows.get(key) for key in keys]
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Memory needs no preparation."""
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._rows, self.is_full = {}, True
+
+
+class FileStore:
+    """Rows in one file of this process, behind one another; a checksum tells a damaged one.
+
+    The file is readable by its owner alone, locked while it is in use, and gone after `close`.
+
+    Args:
+        directory: in which the file is made.
+        limit_bytes: of its size; None for a share of the free space.
+
+    Raises:
+        OSError: no file can be made there.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int | None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=directory)
+        self.path = Path(name)
+        self._places: dict[bytes, tuple[int, torch.Size, torch.dtype, int]] = {}
+        self.size_bytes, self.is_full, self.error, self.damaged = 0, False, "", 0
+        self._is_open = True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system = os.statvfs(directory)
+            free_bytes = int(system.f_bavail * system.f_frsize * DISK_SHARE)
+        except BaseException:
+            self.close()
+            raise
+        self._limit_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
+        """Append rows; nothing more where they do not fit."""
+        parts: list[Any] = [row.contiguous().reshape(-1).view(torch.uint8).numpy() for row in rows]
+        num_bytes = sum(part.nbytes for part in parts)
+        data, offset = np.concatenate(parts), self.size_bytes
+        self.is_full = self.is_full or offset + num_bytes > self._limit_bytes
+        if self.is_full:
+            return
+        try:
+            os.posix_fallocate(self._file, offset, num_bytes)
+            written = os.pwrite(self._file, data.data, offset)
+        except OSError as error:
+            self.is_full, self.error = True, str(error)
+            return
+        for key, row, part in zip(keys, rows, parts, strict=True):
+            if offset + part.nbytes - self.size_bytes <= written:
+                self._places[key] = (offset, row.shape, row.dtype, zlib.crc32(part.data))
+            offset += part.nbytes
+        self.size_bytes += num_bytes
+
+    def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
+        """Return rows; None for one that is not there, or damaged, which is forgotten."""
+        self.expect(keys)
+        return [self._read(key) for key in keys]
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Let the system read these rows into memory."""
+        for place in map(self._places.get, keys):
+            if place is not None:
+                offset, shape, dtype, _ = place
+                os.posix_fadvise(
+                    self._file, offset, math.prod(shape) * dtype.itemsize, os.POSIX_FADV_WILLNEED
+                )
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._is_open:
+            with suppress(OSError):  # removed by somebody else
+                self.path.unlink()
+            self._is_open, self.is_full = False, True  # nothing goes to a file that has its number
+            os.close(self._file)
+        self._places = {}
+
+    def _read(self, key: bytes) -> Tensor | None:
+        if key not in self._places:
+            return None
+        offset, shape, dtype, checksum = self._places[key]
+        memory: Any = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        with suppress(OSError):
+            is_whole = os.preadv(self._file, [memory.data], offset) == memory.nbytes
+            if is_whole and zlib.crc32(memory.data) == checksum:
+                return torch.from_numpy(memory).view(dtype).reshape(shape)
+        del self._places[key]
+        self.damaged += 1
+        return None
+
+
+Store = MemoryStore | FileStore
+
+
+def remove_left_files(directory: Path) -> None:
+    """Remove files of processes that were killed: those that nobody holds a lock on."""
+    for path in directory.glob(f"{PREFIX}*{SUFFIX}"):
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
+
+
+def free_memory_bytes(system: Path = Path("/")) -> int:
+    """Return how much memory this process could still be given; 0 where that is not known.
+
+    The least of what the machine has, and of what the limit of its container leaves.
+
+    Args:
+        system: the folder in which `proc` and `sys` are.
+    """
+    found, groups = [], system / "sys/fs/cgroup"
+    with suppress(OSError, ValueError, LookupError):
+        found.append(_entry(system / "proc/meminfo", "MemAvailable:") * 1024)
+    for limit, used, idle in (
+        ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            ("memory/memory.stat", "total_inactive_file"),
+        ),
+    ):
+        with suppress(OSError, ValueError, LookupError):  # "max" where there is no limit
+            left = int((groups / limit).read_text()) - int((groups / used).read_text())
+            found.append(max(0, left + _entry(groups / idle[0], idle[1])))
+    return min(found, default=0)
+
+
+def _entry(path: Path, name: str) -> int:
+    lines = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
+    return int(next(line[1] for line in lines if line[0] == name))

@@ -1,0 +1,240 @@
+"""The command `egeria` and its verbs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+from torch import nn
+
+import egeria
+from egeria.advice import advise
+from egeria.config import ModulesConfig
+from egeria.config.checks import check, wrong_plan
+from egeria.controller import choose
+from egeria.errors import ConfigError, EgeriaError, brief
+from egeria.model.cut import LayerModule, make_modules
+from egeria.model.group import find_pieces
+from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
+from egeria.model.watch import Watch
+from egeria.report.wording import percent
+
+PROBE_BYTES = 64 * 2**20
+ABOUT = "Train faster by freezing layers once they have converged."
+NAMES = ("model", "optimizer", "loader", "loss")
+RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of egeria.advise"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; return the exit status: 0 done, 1 a check failed, 2 bad input."""
+    parser = argparse.ArgumentParser(prog="egeria", description=ABOUT)
+    parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, (_, about, options) in VERBS.items():
+        verb = verbs.add_parser(name, help=about)
+        for option, details in options.items():
+            verb.add_argument(option, **details)
+    chosen = parser.parse_args(arguments)
+    try:
+        return VERBS[chosen.verb][0](chosen, Console())
+    except EgeriaError as error:
+        said = f"[bold red]egeria {chosen.verb}:[/] {escape(str(error))}"
+        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+        return 2
+
+
+def _report(arguments: argparse.Namespace, console: Console) -> int:
+    """Print the summary of a run and write its page."""
+    console.print(str(egeria.report(arguments.directory)), markup=False, highlight=False)
+    return 0
+
+
+def _advise(arguments: argparse.Namespace, console: Console) -> int:
+    """Build the training, measure it, print the advice; write it where that is asked for."""
+    plan, file = arguments.plan, arguments.json
+    check("plan", plan or "", wrong_plan)
+    if file is not None and not file.parent.is_dir():
+        raise ConfigError(f"--json takes a file in a folder that exists, found {file}. Make it.")
+    given = _arguments(arguments.training)
+    if arguments.rounds is not None:
+        given["rounds"] = arguments.rounds
+    with console.status("measuring on a copy"):
+        advice = advise(**given)
+    console.print(repr(advice), markup=False, highlight=False)
+    if plan is not None:
+        saved = percent(advice.saving(plan))
+        console.print(f"The plan {plan!r} would save {saved} of the training time.")
+    if file is not None:
+        file.write_text(json.dumps(advice.to_dict(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _arguments(path: str) -> dict[str, Any]:
+    """Return the arguments of `advise` that the path names."""
+    made = _call_named(path, "training", RETURNS)
+    if isinstance(made, tuple) and 3 <= len(made) <= len(NAMES):
+        return dict(zip(NAMES, made, strict=False))
+    known = inspect.signature(advise).parameters.keys()
+    if isinstance(made, Mapping) and made.keys() <= known and set(NAMES[:3]) <= set(made):
+        return dict(made)
+    found = sorted(map(str, made)) if isinstance(made, Mapping) else type(made).__name__
+    raise ConfigError(f"{path} must return {RETURNS}, found {found}. Return one of these.")
+
+
+def _modules(arguments: argparse.Namespace, console: Console) -> int:
+    """Build the model, cut it, print the layer modules."""
+    made = _call_named(arguments.model, "model", "a model")
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        what, found = f"{arguments.model} must return a torch.nn.Module", type(model).__name__
+        raise ConfigError(f"{what}, or (model, example), found {found}. Return one of these.")
+    settings = asdict(ModulesConfig(pattern=arguments.pattern))
+    settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
+    watch, order = None, "In definition order; a run takes the order of its first step."
+    if example is not None:
+        watch, order = Watch(model, find_pieces(model, arguments.pattern)), "In execution order."
+        _forward(arguments.model, model, example, watch)
+    console.print(_cut_table(model, make_modules(model, watch=watch, **settings)))
+    console.print(order)
+    return 0
+
+
+def _call_named(path: str, what: str, returns: str) -> Any:
+    """Import and call what a path such as package.module:callable names, without arguments."""
+    package, _, name = path.partition(":")
+    if not (package and name):
+        raise ConfigError(f"The {what} is named as package.module:callable, found {path!r}.")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(package), name)()
+    except Exception as error:
+        what = f"{path} must be a callable without required arguments that returns {returns}"
+        raise ConfigError(f"{what}; {brief(error)}. Write a function that builds it.") from error
+
+
+def _forward(path: str, model: nn.Module, example: Any, watch: Watch) -> None:
+    named = example if isinstance(example, Mapping) else {}
+    positional = example if isinstance(example, (tuple, list)) else (example,)
+    watch.open()
+    try:
+        model(*(() if named else positional), **named)
+    except Exception as error:
+        what = f"The model of {path} must take its example arguments"
+        raise ConfigError(f"{what}; {brief(error)}. Return those that it accepts.") from error
+    finally:
+        watch.close()
+
+
+def _cut_table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
+    """Return a table of the layer modules; shares are those of the trainable parameters."""
+    total = sum(module.num_parameters for module in modules)
+    trained = [sum(model.get_parameter(n).numel() for n in each.parameters) for each in modules]
+    among = f", {sum(trained):,} of them trainable," if sum(trained) != total else ""
+    title = f"{type(model).__name__}: {total:,} parameters{among} in {len(modules)} layer modules"
+    table = Table(
+        Column("layer module", style="bold"),
+        Column("parameters", justify="right"),
+        Column("share", justify="right"),
+        Column("submodules", overflow="fold"),
+        Column("why", overflow="fold"),
+        title=title,
+        show_lines=True,
+    )
+    for module, count in zip(modules, trained, strict=True):
+        share = f"{count / max(1, sum(trained)):.1%}"
+        why = module.reason + (" Never frozen." if module is modules[-1] else "")
+        size, submodules = f"{module.num_parameters:,}", ", ".join(module.submodules)
+        table.add_row(*map(escape, (module.name, size, share, submodules, why)))
+    return table
+
+
+def _doctor(arguments: argparse.Namespace, console: Console) -> int:
+    """Print the table; 1 if the directory cannot be written."""
+    disk, works = _disk(arguments.directory)
+    choice, memory = choose("auto", "auto", torch.nn.Linear(1, 1)), psutil.virtual_memory()
+    waiting, load = os.environ.get("OMP_WAIT_POLICY", "not set"), psutil.cpu_percent(interval=0.2)
+    cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
+    accelerator = "none that torch can use"
+    if torch.cuda.is_available():
+        free, total = map(_gib, torch.cuda.mem_get_info())
+        accelerator = f"{torch.cuda.get_device_name()}, {free} of {total} GiB free"
+    found = {
+        "python, torch": f"{platform.python_version()}, {torch.__version__}",
+        "quantization engines": ", ".join(torch.backends.quantized.supported_engines) or "none",
+        "processor": f"{cores} cores, {threads} threads, {load:.0f} % busy",
+        "threads of torch": f"{torch.get_num_threads()}; OMP_WAIT_POLICY {waiting}",
+        "memory": f"{_gib(memory.available)} of {_gib(memory.total)} GiB free",
+        "controller, training on the CPU": f"{choice.kind}: {choice.reason}",
+        "accelerator": accelerator,
+        f"disk at {arguments.directory}": disk,
+    }
+    title = f"egeria {egeria.__version__} on this machine"
+    table = Table(Column(style="bold"), Column(overflow="fold"), title=title, show_header=False)
+    for name, value in found.items():
+        table.add_row(escape(name), escape(value))
+    console.print(table)
+    return 0 if works else 1
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"
+
+
+def _disk(directory: Path) -> tuple[str, bool]:
+    """Write and read back a file of `PROBE_BYTES`; the reading may come from the page cache."""
+    block = os.urandom(PROBE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            began = time.perf_counter()
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            written = time.perf_counter()
+            file.seek(0)
+            file.read()
+            read = time.perf_counter()
+        free = _gib(psutil.disk_usage(str(directory)).free)
+    except OSError as error:
+        return f"cannot be written: {error}", False
+    rates = [f"{PROBE_BYTES / 2**20 / s:.0f} MiB/s" for s in (written - began, read - written)]
+    found = f"{free} GiB free; writes {rates[0]} with fsync, reads back {rates[1]} (page cache)"
+    return found, True
+
+
+Options = dict[str, dict[str, Any]]
+_OF_ADVISE: Options = {
+    "training": {"help": f"package.module:callable that returns {RETURNS}"},
+    "--plan": {"help": 'such as "0.5:2 0.75:3": also show what it would save'},
+    "--rounds": {"type": int, "help": "how often each depth is measured"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "where to write the measurements"},
+}
+_OF_MODULES: Options = {
+    "model": {"help": "package.module:callable: the model, or (model, example arguments)"},
+    "--pattern": {"help": "regular expression: each submodule it matches becomes one"},
+}
+_OF_REPORT: Options = {"directory": {"metavar": "DIR", "help": "of the run, or its URL"}}
+_DISK = {"type": Path, "default": Path(), "help": "whose disk to measure"}
+_OF_DOCTOR: Options = {"--directory": _DISK}
+VERBS: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str, Options]] = {
+    "advise": (_advise, "measure what freezing could save, on a copy of a training", _OF_ADVISE),
+    "modules": (_modules, "print how a model is cut into layer modules, and why", _OF_MODULES),
+    "report": (_report, "print what a run did, and write its page report.html", _OF_REPORT),
+    "doctor": (_doctor, "show what this machine offers: threads, disk, torch", _OF_DOCTOR),
+}
+"""What runs each verb, what it does, and its arguments."""

@@ -1,0 +1,468 @@
+"""Law 3 in loops as users write them: training with stored activations is training with computed ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import sys
+import time
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from examples.resnet import cifar_resnet
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import egeria
+from cached import (
+    BATCH,
+    EPOCH,
+    EPOCHS,
+    FILE,
+    MEMORY,
+    NUM_SAMPLES,
+    OFF,
+    SERVING,
+    WIDTH,
+    Block,
+    Chain,
+    Training,
+    Vectors,
+    assert_refused,
+    assert_served,
+    compared,
+    shuffled,
+)
+from egeria.events import CacheDecided, CacheUsed
+from egeria.testing import ScriptedController
+from loops import FAST, differences
+
+each_store = pytest.mark.parametrize("cache", [MEMORY, FILE], ids=["memory", "file"])
+
+
+# Models
+
+
+@each_store
+@pytest.mark.parametrize("depth", [1, 3, 4])
+def test_rows_are_served_and_training_is_the_same(cache, depth, tmp_path):
+    trained = compared(tmp_path, cache, depth=depth)
+    assert_served(trained, 5 * NUM_SAMPLES)
+    (used,) = trained.journal(CacheUsed)
+    (decided,) = trained.journal(CacheDecided)
+    assert decided.mode == "stored" and decided.boundary == used.boundary == f"blocks.{depth - 1}"
+    assert used.checks >= 5 and used.largest_error == 0 and used.damaged == 0
+    assert used.repeats >= used.hits and used.size_bytes >= NUM_SAMPLES * WIDTH * 4
+
+
+@each_store
+def test_images_in_channels_last_under_autocast_keep_type_and_layout(cache, tmp_path):
+    def call(model, images):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(images.to(memory_format=torch.channels_last))
+
+    def build():
+        return cifar_resnet(8).to(memory_format=torch.channels_last)
+
+    images = Vectors(shape=(3, 8, 8))
+    assert_served(compared(tmp_path, cache, build=build, dataset=images, call=call, depth=1))
+
+
+def test_the_whole_body_is_served_while_the_head_alone_trains(tmp_path):
+    trained = compared(tmp_path, MEMORY, depth=4)
+    calls = [block.num_calls for block in trained.model.blocks]
+    assert max(calls) < 30, "of 80 passes those that filled the store and the checks"
+
+
+def test_boundaries_that_move_begin_anew_and_a_thaw_ends_it(tmp_path):
+    trained = compared(tmp_path, FILE, plan="0.05:1 0.4:3 0.8:0")
+    assert [event.boundary for event in trained.journal(CacheUsed)] == ["blocks.0", "blocks.2"]
+    assert all(event.hits > 100 for event in trained.journal(CacheUsed))
+
+
+# When it is on
+
+
+def test_it_is_off_where_nobody_asked_or_nothing_is_to_be_saved(tmp_path):
+    paper = Training(tmp_path / "paper", MEMORY, plan=None, policy="egeria").finish()
+    assert paper.journal(CacheDecided) == []
+    for cache, count in ((MEMORY, 0), (FILE, 1)):
+        short = Training(tmp_path / f"short{count}", {**cache, "gate": "auto"}, plan="0.95:2").finish()
+        assert short.hits == 0 and "within 0.4 epochs" in short.reasons[0] and short.warnings == []
+    off = Training(tmp_path / "off", OFF).finish()
+    assert off.journal(CacheDecided) == []
+
+
+def test_under_a_rule_it_works_where_it_is_asked_for(tmp_path):
+    attach = {"plan": None, "policy": "egeria", "controller": ScriptedController()}
+    trained = compared(tmp_path, FILE, more=FAST, **attach)
+    assert trained.hits > 100
+
+
+class Slow(Block):
+    """Takes 3 ms more."""
+
+    def forward(self, x):
+        time.sleep(0.003)
+        return super().forward(x)
+
+
+def slow_chain():
+    model = Chain()
+    model.blocks[0] = Slow()
+    return model
+
+
+@pytest.mark.parametrize("is_slower", [False, True])
+def test_it_ends_where_iterations_do_not_become_shorter(is_slower, tmp_path):
+    def call(model, inputs):
+        before = model.blocks[0].num_calls
+        output = model(inputs)
+        if is_slower and model.blocks[0].num_calls == before:
+            time.sleep(0.03)
+        return output
+
+    trained = compared(tmp_path, {"enabled": "auto"}, build=slow_chain, call=call, dataset=Vectors(2 * NUM_SAMPLES))
+    if is_slower:
+        assert "an iteration with stored activations takes" in trained.reasons[0]
+    else:
+        assert_served(trained)
+    assert trained.warnings == []
+
+
+def test_inputs_that_are_augmented_at_random_end_it(tmp_path):
+    def loop(training):
+        training.dataset.transform = lambda row: row + torch.rand(1)
+        training.finish()
+
+    quiet = compared(tmp_path / "memory", MEMORY, loop)
+    assert quiet.hits == 0 and "inputs do not come again: of the last 336" in quiet.reasons[0] and not quiet.warnings
+    assert_refused(compared(tmp_path / "file", FILE, loop), "inputs do not come again")
+
+
+def test_inputs_that_change_later_are_computed(tmp_path):
+    def loop(training):
+        training.advance_to(SERVING)
+        training.dataset.rows = training.dataset.rows.clone()
+        training.dataset.rows[::4] += 1
+        training.finish()
+
+    assert_served(compared(tmp_path, FILE, loop))
+
+
+# Loops
+
+
+def test_epochs_that_are_left_early(tmp_path):
+    def loop(training):
+        with training.noting():
+            for _ in range(10):
+                for batch in islice(training.loader, 7):
+                    training.step(*batch)
+
+    assert_served(compared(tmp_path, FILE, loop), 200)
+
+
+def test_gradients_that_are_accumulated_and_a_validation_in_between(tmp_path):
+    def loop(training):
+        with training.noting():
+            for _ in range(EPOCHS):
+                training.model.train()
+                for number, (inputs, labels) in enumerate(training.loader):
+                    loss = cross_entropy(training.model(inputs), labels)
+                    loss.backward()
+                    if number % 2:
+                        training.advance_optimizer(loss)
+                training.model.eval()
+                with torch.no_grad():
+                    training.losses.append(training.model(training.dataset.rows).sum().item())
+
+    assert_served(compared(tmp_path, MEMORY, loop, plan="0.02:2"))
+
+
+@pytest.mark.parametrize("calls", ["forward", "twice", "cut"])
+def test_ways_to_call_the_model(calls, tmp_path):
+    def call(model, inputs):
+        if calls == "forward":
+            return model.forward(inputs)
+        if calls == "twice":
+            return model(inputs) + model(-inputs)
+        return torch.cat([model(inputs[:5]), model(inputs[5:])])
+
+    assert_served(compared(tmp_path, MEMORY, call=call))
+
+
+def test_a_loop_without_a_loader_and_loaders_made_anew(tmp_path):
+    def loop(training):
+        order = torch.Generator().manual_seed(5)
+        with training.noting():
+            for epoch in range(EPOCHS // 2):
+                for rows in torch.randperm(NUM_SAMPLES, generator=order).split(BATCH):
+                    training.step(training.dataset.rows[rows], training.dataset.labels[rows])
+                for batch in DataLoader(training.dataset, batch_size=5) if epoch % 2 else ():
+                    training.step(*batch)
+
+    assert_served(compared(tmp_path, FILE, loop), 300)
+
+
+@pytest.mark.parametrize("rest", [2, 3])
+def test_epochs_that_end_with_very_few_rows(rest, tmp_path):
+    def loader(dataset):
+        return DataLoader(dataset, batch_size=BATCH)
+
+    assert_served(compared(tmp_path, MEMORY, dataset=Vectors(40 + rest), loader=loader), 150)
+
+
+class Scaled(Chain):
+    """Is called with more than a tensor of rows."""
+
+    def forward(self, x, scale=1.0, shared=None, num_items_in_batch=None):
+        for block in self.blocks:
+            x = block(scale * x if shared is None else x + shared)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("argument", ["scale", "shared", "num_items_in_batch"])
+def test_everything_that_the_model_is_given_counts_but_what_the_loss_is_divided_by(argument, tmp_path):
+    numbers = iter(range(1000))
+
+    def call(model, inputs):
+        epoch = next(numbers) // EPOCH
+        if argument == "num_items_in_batch":
+            return model(inputs, num_items_in_batch=epoch)
+        if argument == "scale":
+            return model(inputs, scale=1.0 + epoch % 2)
+        return model(inputs, shared=torch.full((1, WIDTH), float(epoch % 2)))
+
+    trained = compared(tmp_path, MEMORY, build=Scaled, call=call)
+    (used,) = trained.journal(CacheUsed)
+    assert_served(trained)
+    assert (used.misses >= 2 * NUM_SAMPLES) == (argument != "num_items_in_batch")
+
+
+class Checkpointed(Chain):
+    is_reentrant = False
+
+    def forward(self, x):
+        x = x.clone().requires_grad_() if self.is_reentrant else x
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return self.head(self.dropout(x))
+
+
+class Reentrant(Checkpointed):
+    is_reentrant = True
+
+
+def test_checkpointed_layers_are_served(tmp_path):
+    assert_served(compared(tmp_path / "new", MEMORY, build=Checkpointed))
+    old = compared(tmp_path / "old", FILE, build=Reentrant)
+    assert old.hits == 0 and "reentrant checkpoint" in old.complaints[0], "nothing is frozen there"
+
+
+def test_a_run_that_is_resumed_fills_its_store_anew(tmp_path):
+    def train(name, steps, state=None):
+        training = Training(tmp_path / name, FILE)
+        if state is not None:
+            for part in ("model", "optimizer", "run"):
+                getattr(training, part).load_state_dict(state[part])
+            training.losses = [0.0] * SERVING
+            training.batches = training.batches_from(SERVING // EPOCH)
+            torch.set_rng_state(state["random"])
+        training.advance_to(steps)
+        state = {part: copy.deepcopy(getattr(training, part).state_dict()) for part in ("model", "optimizer", "run")}
+        state["random"] = torch.get_rng_state()
+        return training.close(), state
+
+    _, state = train("stopped", SERVING)
+    resumed, _ = train("resumed", EPOCHS * EPOCH, state)
+    whole, _ = train("whole", EPOCHS * EPOCH)
+    resumed.losses[:SERVING] = whole.losses[:SERVING]
+    assert resumed.hits > 200 and differences(whole.everything(), resumed.everything()) == []
+
+
+# Sentences
+
+
+class Sentences(Vectors):
+    """Sentences of several lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = [row[:length] for row, length in zip(self._words(), self._lengths(), strict=True)]
+
+    def _words(self):
+        return torch.randint(1, 50, (NUM_SAMPLES, 24), generator=torch.Generator().manual_seed(2))
+
+    def _lengths(self):
+        return torch.randint(3, 24, (NUM_SAMPLES,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def padded(samples):
+    words = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
+    lengths = torch.tensor([len(row) for row, _ in samples])
+    mask = (torch.arange(words.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": words, "attention_mask": mask}, torch.stack([label for _, label in samples])
+
+
+def bert(kind):
+    transformers = pytest.importorskip("transformers")
+    tiny = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=50, num_labels=4, **tiny)
+    return getattr(transformers, kind)(config)
+
+
+@each_store
+def test_sentences_are_found_again_whatever_they_are_padded_to(cache, tmp_path):
+    changes = {
+        "build": partial(bert, "BertForSequenceClassification"),
+        "dataset": Sentences(),
+        "loader": partial(shuffled, collate_fn=padded),
+        "call": lambda model, inputs: model(**inputs).logits,
+        "depth": 3,
+    }
+    computed, cached = (
+        Training(tmp_path / name, settings, **changes).finish() for name, settings in (("off", OFF), ("on", cache))
+    )
+    assert_served(cached, 5 * NUM_SAMPLES)
+    assert torch.tensor(computed.losses).allclose(torch.tensor(cached.losses), rtol=1e-4)
+
+
+def test_where_padding_shows_in_the_output_it_counts(tmp_path):
+    def call(model, inputs):
+        return model(**inputs).logits.mean(1)
+
+    build, loader = partial(bert, "BertForTokenClassification"), partial(shuffled, collate_fn=padded)
+    computed, cached = (
+        Training(tmp_path / name, settings, build=build, dataset=Sentences(), loader=loader, call=call).finish()
+        for name, settings in (("off", OFF), ("on", MEMORY))
+    )
+    assert 0 < cached.hits < 4 * NUM_SAMPLES and cached.reasons == []
+    assert torch.tensor(computed.losses).allclose(torch.tensor(cached.losses), rtol=1e-4)
+
+
+# The model while it is served
+
+
+def test_copies_and_saved_models_compute_by_themselves(tmp_path):
+    training = Training(tmp_path, MEMORY)
+    training.advance_to(SERVING)
+    file = io.BytesIO()
+    torch.save(training.model, file)
+    file.seek(0)
+    twins = [copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))]
+    for twin in [*twins, torch.load(file, weights_only=False)]:
+        calls = twin.blocks[0].num_calls
+        with torch.no_grad():
+            twin.head.weight.zero_()
+        batch = next(iter(DataLoader(training.dataset, batch_size=BATCH)))[0]
+        assert torch.equal(twin.train()(batch), twin.head.bias.expand(BATCH, 4))
+        assert twin.blocks[0].num_calls == calls + 1
+    training.finish()
+    assert_served(training)
+
+
+def test_a_forward_that_the_user_gave_the_model_comes_back(tmp_path):
+    def build():
+        model = Chain()
+        model.forward = partial(_doubled, model)
+        return model
+
+    training = Training(tmp_path, MEMORY, build=build)
+    own = training.model.forward
+    training.advance_to(SERVING)
+    assert training.model.forward is not own
+    assert copy.deepcopy(training.model).forward.func is _doubled
+    training.run.close()
+    assert training.hits > 50 and training.model.forward is own
+
+
+def _doubled(model, x):
+    return 2 * Chain.forward(model, x)
+
+
+@pytest.mark.parametrize("error", [ValueError("of the user"), KeyboardInterrupt("of the user")])
+@pytest.mark.parametrize("step", [3, SERVING])
+def test_a_pass_that_is_interrupted_or_fails_leaves_nothing(error, step, tmp_path):
+    def loop(training):
+        training.advance_to(step)
+        fuse = training.model.head.register_forward_pre_hook(partial(_fail, error))
+        state = torch.get_rng_state()
+        with pytest.raises(type(error), match="of the user"):
+            training.advance_to(step + 1)
+        fuse.remove()
+        assert [name for name, m in training.model.named_modules() if name and "forward" in vars(m)] == []
+        torch.set_rng_state(state)
+        training.advance_to(EPOCHS * EPOCH - 1)
+
+    assert_served(compared(tmp_path, MEMORY, loop))
+
+
+def _fail(error, *_):
+    raise error
+
+
+def test_a_run_that_is_dropped_or_closed_in_a_pass_frees_everything(tmp_path):
+    def drop(training):
+        training.advance_to(SERVING)
+        training.run = None
+        gc.collect()
+        assert "forward" not in vars(training.model) and training.loader_now == training.loader_before
+        training.advance_to(EPOCHS * EPOCH)
+
+    assert compared(tmp_path / "dropped", FILE, drop).hits > 50
+
+    def close(training):
+        training.advance_to(SERVING)
+        hook = training.model.head.register_forward_pre_hook(lambda *_: training.run.close())
+        training.advance_to(SERVING + 1)
+        hook.remove()
+
+    for cache in (MEMORY, FILE):
+        assert compared(tmp_path / f"closed{cache['enabled']}", cache, close).hits > 50
+
+
+def test_an_active_layer_that_overwrites_what_crosses_does_no_harm(tmp_path):
+    class Overwriting(Chain):
+        def forward(self, x):
+            x = self.blocks[1](self.blocks[0](x))
+            x.mul_(2)
+            return self.head(self.blocks[3](self.blocks[2](x)))
+
+    assert_served(compared(tmp_path, MEMORY, build=Overwriting))
+
+
+@each_store
+def test_a_cached_batch_enters_few_files(cache, tmp_path):
+    training, library = (
+        Training(tmp_path, cache, dataset=Vectors(10 * NUM_SAMPLES), depth=4),
+        str(Path(egeria.__file__).parent),
+    )
+    training.advance_to(250)
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(library):
+            entered.add(frame.f_code.co_filename.removeprefix(library))
+
+    found = []
+    for inputs, labels in islice(training.batches, 10):  # at some of them an interval ends
+        training.model.train()
+        calls, entered = training.model.blocks[0].num_calls, set()
+        sys.setprofile(note)
+        try:
+            loss = cross_entropy(training.model(inputs), labels)
+            loss.backward()
+            training.advance_optimizer(loss)
+        finally:
+            sys.setprofile(None)
+        assert training.model.blocks[0].num_calls == calls, "it was served"
+        found.append(sorted(entered))
+    training.close()
+    assert len(min(found, key=len)) <= 10, found
