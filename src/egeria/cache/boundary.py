@@ -187,6 +187,7 @@ class Boundary:
         self.device = next((weight.device for weight in self.weights), torch.device("cpu"))
         self.layout: Layout | None = None
         """Known once `prove` has found it."""
+        self.limit = 0.0  # relative difference that counts as rounding; known then too
         self.live: frozenset[str] = frozenset()
         """Roots that run all the same: look-ups that depend on no frozen output."""
         self.is_written = False
@@ -205,6 +206,11 @@ class Boundary:
         """
         found: Any = self._slots
         return sum(w._version + w.requires_grad + (table.get(k) is not w) for table, k, w in found)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a frozen parameter has another in its place, for a pass or for good."""
+        return any(table.get(key) is not weight for table, key, weight in self._slots)
 
     @property
     def is_hooked(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
-from egeria.cache.probe import difference, prove, tolerance
+from egeria.cache.probe import difference, prove
 from egeria.cache.rows import Store, count_rows, row_keys, true_lengths
 from egeria.errors import brief
 from egeria.events import CacheUsed
@@ -26,14 +26,14 @@ LEAST_SHARE = 8
 """One of so many rows of a batch must be known, or it is computed whole."""
 MORE_BATCHES, LEAST_REPEATS = 32, 0.05
 """Batches more than an epoch has after which so many of the rows must have come again."""
-UNKNOWN_EPOCH = 10_000
-"""Batches of an epoch whose length nobody knows."""
+UNKNOWN_EPOCH = 10_000  # batches of one whose length nobody knows
 REVIEWED, COMPARED = 50, 8
 """Batches from the store after which it is asked whether iterations have become shorter, and
 computed ones that are needed to tell."""
 MOST_WAITS = 8
 """Passes that are waited for padding, without which nobody can show that it does not matter, and
 for a backward pass."""
+CHECKED_ROWS = 8  # of a batch, which a check computes again
 PACKED = (
     "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
     "again in the backward pass; checkpoint its layers instead"
@@ -66,12 +66,10 @@ class Generation:
 
     Args:
         boundary: the end of the frozen front.
-        store: empty.
-        number: of the generation.
         num_batches: of an epoch; None where nobody knows.
         verify_batches: from the store, between two checks; at least one check is made in an epoch.
         is_timed: whether iterations must become shorter.
-        decline: takes what a damaged or full store no longer does, and why.
+        decline: takes what a store no longer does, and why.
     """
 
     def __init__(
@@ -133,6 +131,12 @@ class Generation:
         require(not self.boundary.is_hooked, HOOKED)
         unreadable = batch.unreadable
         require(not unreadable, f"the contents of {unreadable} cannot be read")
+        if self._versions != (versions := self.boundary.versions):
+            if self.boundary.is_replaced:
+                return None
+            trains = any(weight.requires_grad for weight in self.boundary.weights)
+            require(not trains, "a frozen layer trains again")
+            self._versions, self._until_check = versions, 0
         keys, lengths = self._keys(batch)
         if keys is None:
             return None
@@ -144,11 +148,7 @@ class Generation:
         found.kind = self.boundary.kind(batch)
         if found.kind is None or LEAST_SHARE * len(known) < len(keys):
             return found
-        if self._versions != (versions := self.boundary.versions):
-            self._versions, self._until_check = versions, 0
-        self._until_check -= 1
-        if self._until_check >= 0:
-            found.value = self._find_value(found, found.kind)
+        found.value = self._find_value(found, found.kind)
         return found
 
     def expect(self, batch: Batch) -> None:
@@ -175,12 +175,12 @@ class Generation:
         return output, "" if has_nan(output) else f"without the frozen layers {failure}"
 
     def fill(self, call: Call, found: Found) -> tuple[Any, Call]:
-        """Make a pass as it is; return what it gave, and what stores or compares what crossed."""
+        """Make a pass as it is; return what it gave, and what stores what crossed."""
         self._note_pace(is_served=False)
         if not found.keys:
             return self._watch_first(call)
         is_new = len(found.known) < len(found.keys) and not self.store.is_full
-        if self._until_check >= 0 and found.kind is not None and not is_new:
+        if found.kind is not None and not is_new:
             self._misses += len(found.keys)
             return call(), lambda: None
         record = Record(self.boundary)
@@ -233,9 +233,7 @@ class Generation:
         return keys, lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
-        """Return what crosses for a batch, computed where it is not known; None where it does not
-        fit.
-        """
+        """Return what crosses for a batch, computed where it is not known; None if it does not fit."""
         layout = self.boundary.layout
         assert layout is not None
         rows = self.store.read(found.keys)
@@ -243,10 +241,11 @@ class Generation:
         if self.store.damaged and not self._has_told:
             self.decline("serving stored rows that are damaged", "they are computed again")
             self._has_told = True
+        if self._until_check <= 0:
+            self._check(found, rows)
+        self._until_check -= 1
         if missing:
-            lengths = None if found.lengths is None else [found.lengths[index] for index in missing]
-            computed = self.boundary.compute(found.batch, missing)
-            own = layout.split(computed, range(len(missing)), lengths)
+            own = self._compute(found, missing)
             for index, row in zip(missing, own, strict=True):
                 rows[index] = row
             self._write([found.keys[index] for index in missing], own)
@@ -256,32 +255,39 @@ class Generation:
             self._misses += len(missing)
         return value
 
-    def _take_in(self, found: Found, record: Record) -> None:
-        """Store the rows of a pass that are not known, and compare those that are."""
-        layout = self.boundary.layout
+    def _compute(self, found: Found, chosen: Sequence[int]) -> list[Tensor]:
+        """Return some rows of a batch, by a pass of our own through the front."""
+        layout, lengths = self.boundary.layout, found.lengths
         assert layout is not None
-        _, value = self.boundary.learn(found.batch, record)
-        self._misses += len(found.keys)
-        if self._until_check < 0 and found.known:
-            self._until_check = self._check_every
-            own = layout.split(value, found.known, found.lengths)
-            self._compare(found, own, tolerance(record))
-        new = [index for index in range(len(found.keys)) if index not in found.known]
-        if new and not self.store.is_full:
-            rows = layout.split(value, new, found.lengths)
-            self._write([found.keys[index] for index in new], rows)
+        own_lengths = None if lengths is None else [lengths[index] for index in chosen]
+        computed = self.boundary.compute(found.batch, chosen)
+        return layout.split(computed, range(len(chosen)), own_lengths)
 
-    def _compare(self, found: Found, computed: Sequence[Tensor], limit: float) -> None:
-        stored = self.store.read([found.keys[index] for index in found.known])
-        pairs = zip(stored, computed, strict=True)
-        error = max((difference(row, own) for row, own in pairs if row is not None), default=0.0)
-        self._checks += 1
+    def _check(self, found: Found, rows: Sequence[Tensor | None]) -> None:
+        """Raise UncacheableError if a few stored rows are not what the front gives now."""
+        stored = {index: row for index, row in enumerate(rows) if row is not None}
+        chosen = list(stored)[:CHECKED_ROWS]
+        own, limit = self._compute(found, chosen) if chosen else [], self.boundary.limit
+        pairs = zip(chosen, own, strict=True)
+        error = max((difference(stored[index], row) for index, row in pairs), default=0.0)
+        self._checks, self._until_check = self._checks + 1, self._check_every
         self._largest_error = max(self._largest_error, error)
         require(
             error <= limit,
             f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}: "
             "the frozen layers give something else now",
         )
+
+    def _take_in(self, found: Found, record: Record) -> None:
+        """Store the rows of a pass that are not known."""
+        layout = self.boundary.layout
+        assert layout is not None
+        _, value = self.boundary.learn(found.batch, record)
+        self._misses += len(found.keys)
+        new = [index for index in range(len(found.keys)) if index not in found.known]
+        if new and not self.store.is_full:
+            rows = layout.split(value, new, found.lengths)
+            self._write([found.keys[index] for index in new], rows)
 
     def _write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
         was_full, store = self.store.is_full, self.store

@@ -50,7 +50,7 @@ class _Probe:
         except Exception as error:
             raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
         kind, value = boundary.learn(self._batch, record)
-        self._limit = tolerance(record)
+        self._limit = boundary.limit = tolerance(record)
         whole = self._find_layout(value, num_rows)
         lengths = true_lengths(self._batch)
         axis = self._find_length_axis(whole, value, lengths)
