@@ -233,7 +233,7 @@ class Generation:
         return keys, lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
-        """Return what crosses for a batch, computed where it is not known; None: it does not fit."""
+        """Return what crosses for a batch, computed where it is not known; None: no fit."""
         layout = self.boundary.layout
         assert layout is not None
         rows = self.store.read(found.keys)
