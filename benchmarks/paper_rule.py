@@ -15,7 +15,6 @@ SETTINGS = (
     "freezing.tolerance_share",
     "freezing.tolerance_readings",
     "unfreezing.drop_factor",
-    "unfreezing.minimum_window",
 )
 """All that the rule decides by, as `group.key`."""
 
