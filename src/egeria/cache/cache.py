@@ -125,7 +125,7 @@ class Cache:
             self._recorder.write(generation.used(self._recorder.step))
 
     def refuse(self, boundary: str, reason: str) -> None:
-        """Compute from here on, for a reason that the user is told if the cache was asked for."""
+        """Stop storing and serving; warn with the reason if the cache was asked for."""
         self.close()
         self._decide(boundary, reason)
         if self._settings.enabled is True:

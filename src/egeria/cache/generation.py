@@ -167,7 +167,7 @@ class Generation:
             if not has_nan(output):
                 return output, ""
             failure = "the output of the model has NaN in it: it reads more of them than at first"
-        except Exception as error:  # one of the user's own comes again in the plain pass
+        except Exception as error:  # the plain pass raises a user's own again
             failure = brief(error)
         before.restore()
         output = call()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, whose reducer is made anew at each change of what is frozen.
+"""DistributedDataParallel: its reducer is rebuilt at each change of the frozen depth.
 
 Without that, a freeze raises in the second forward pass ("Expected to have finished reduction"),
 and parameters that thaw diverge between ranks without an error.

@@ -33,7 +33,7 @@ def reshard(model: nn.Module) -> None:
 def prepare_units(model: nn.Module) -> None:
     """Choose the dtypes of gradients for units that were frozen in their first forward pass.
 
-    `fully_shard` chooses them once, from what trains then. Call it once `requires_grad` is set.
+    `fully_shard` chooses them once, by `requires_grad`. Call this after each change of it.
     """
     for unit in _units(model):
         state = unit._get_fsdp_state()

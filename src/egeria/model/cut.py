@@ -377,7 +377,7 @@ class _Graph:
                     yield index, f"{name} runs in a reentrant checkpoint, which {reason}"
 
     def _mark(self, module: LayerModule) -> set[Node]:
-        """Return the nodes of what trains in a layer module."""
+        """Return the nodes of the trainable parts of a layer module."""
         own = set(module.parameters)
         parts = [name for name in module.submodules if self._held[name] & own]
         loose = own.difference(*(self._held[name] for name in parts))

@@ -66,7 +66,7 @@ class Applier:
         if depth < 0:
             return "a depth is 0 or more"
         if depth and any(map(_starts_momentum_at_once, self._training.optimizers)):
-            return "a fused SGD with momentum fails on what trains later. Leave fused=True out"
+            return "fused SGD with momentum fails on parameters added later. Leave fused=True out"
         if self._compilation is None or seconds_left is None or depth <= self.depth:
             return ""
         share = sum(module.share for module in self.cut.modules[self.depth : depth])
@@ -125,7 +125,7 @@ class Applier:
         ddp.check_not_joined(self._wrapper)
 
     def set_depth(self, depth: int) -> None:
-        """Freeze and thaw without a word, and let the processes reduce what trains from now on."""
+        """Freeze and thaw without journaling; rebuild the gradient reduction of the processes."""
         if depth == self.depth and self.freezer.is_whole:
             return
         if self._is_sharded:

@@ -10,8 +10,8 @@ import torch
 from egeria.model.hooks import Hook
 
 CHECKED_CALLS = 100
-"""Calls of `run.step` without any optimizer step after which the user is told, and steps of one
-optimizer without any of another after which nothing is watched any longer."""
+"""Calls of `run.step` without an optimizer step before a warning, and steps of one optimizer before
+the watch for another's first step ends."""
 NO_STEP = "one of the optimizers given to attach made no step. Attach those that step"
 NO_STEPS = (
     f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls of "
