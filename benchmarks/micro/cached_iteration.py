@@ -2,12 +2,14 @@
 
     python -m benchmarks.micro.cached_iteration [--data DIR] [--subjects resnet20,bert] [--samples 2048] [--rounds 12]
                                                 [--precision bf16] [--warm] [--record RECORD]
+    torchrun --nproc-per-node 2 -m benchmarks.micro.cached_iteration ...
 
 Each way trains a model of its own in this process, an epoch at a time, in turn; all but the plain one are attached with
 a plan that freezes the front at once. 'for nothing' has a front that always gives the same answer, which no cache can
 beat. CPU time is of all threads; each epoch is compared with the plain one of its round. The pages of stored files are
 dropped before each epoch, so that activations come from the disk, unless `--warm` is given. The first epoch behind the
-freeze, which fills the store, is not among the rounds: it is told apart.
+freeze, which fills the store, is not among the rounds: it is told apart. Started by torchrun, the processes train
+together (DistributedDataParallel, samples by `egeria.ShardSampler`), and the first one tells of itself.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from examples.cifar10 import Cifar10, load
 from examples.resnet import cifar_resnet
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -71,6 +75,8 @@ class Way:
         self.depth, self.folder, self.run = depth, folder / self.name.replace(" ", "-"), None
         self._subject, self._kind, self._autocast = subject, kind, autocast
         self.model, self.loader = subject.build().train(), subject.loader()
+        self._called: nn.Module = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
+        self._epochs = itertools.count()
         self.optimizer = subject.optimizer(self.model)
         self._random_state = torch.get_rng_state()
 
@@ -82,7 +88,7 @@ class Way:
         if "plan" not in inspect.signature(egeria.attach).parameters:  # an earlier version
             config["policy"] = {"name": "static", "schedule": f"0:{self.depth}"}
         self.run = egeria.attach(
-            self.model, self.optimizer, self.loader, total_steps=TOTAL_STEPS, directory=self.folder, config=config
+            self._called, self.optimizer, self.loader, total_steps=TOTAL_STEPS, directory=self.folder, config=config
         )
         for _ in range(100):  # with an earlier version not at once
             self.epoch(1)
@@ -107,12 +113,14 @@ class Way:
 
     def _loss(self, batch: Any) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
-            return self._subject.loss(self.model, batch)
+            return self._subject.loss(self._called, batch)
 
     def epoch(self, most_steps: int | None = None) -> None:
         """Train for one epoch, with random numbers of its own: dropout is that of the other ways."""
         torch.set_rng_state(self._random_state)
         self.model.train()
+        if isinstance(self.loader.sampler, egeria.ShardSampler):
+            self.loader.sampler.set_epoch(next(self._epochs))
         for batch in itertools.islice(self.loader, most_steps):
             loss = self._loss(batch)
             loss.backward()
@@ -211,6 +219,13 @@ def _quartiles(values: Sequence[float]) -> str:
     return f"{100 * middle:.1f} ({100 * low:.1f} - {100 * high:.1f})"
 
 
+def order(dataset: Any) -> dict[str, Any]:
+    """Return the arguments of a loader that shuffle a data set, among processes where there are several."""
+    if dist.is_initialized():
+        return {"sampler": egeria.ShardSampler(dataset, shuffle=True, seed=1, drop_last=True)}
+    return {"shuffle": True, "generator": torch.Generator().manual_seed(1)}
+
+
 def residual_net(data: Path | None, samples: int) -> Subject:
     """Return ResNet-20 on CIFAR-10 without augmentation, or on noise of that shape."""
     generator = torch.Generator().manual_seed(0)
@@ -221,36 +236,46 @@ def residual_net(data: Path | None, samples: int) -> Subject:
         sheets = [f"data_batch_{index}" for index in range(1, 1 + -(-samples // 10000))]
         images, labels = (tensor[:samples] for tensor in load(data, sheets))
     layout = torch.channels_last
+    dataset = Cifar10(images, labels)
     loader = partial(
         DataLoader,
-        Cifar10(images, labels),
+        dataset,
         batch_size=128,
-        shuffle=True,
         drop_last=True,
         collate_fn=lambda batch: (batch[0].contiguous(memory_format=layout), batch[1]),
     )
     return Subject(
         build=lambda: cifar_resnet(20).to(memory_format=layout),
-        loader=lambda: loader(generator=torch.Generator().manual_seed(1)),
+        loader=lambda: loader(**order(dataset)),
         loss=lambda network, batch: functional.cross_entropy(network(batch[0]), batch[1]),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4),
         depths=(1, 2),
     )
 
 
-def bert(samples: int) -> Subject:
-    """Return an encoder of six layers of BERT's width with a head for two classes, on 128 random words a sample."""
+def bert(samples: int, *, mixed: bool = False) -> Subject:
+    """Return an encoder of six layers of BERT's width with a head for two classes, on 128 random words a sample.
+
+    Args:
+        samples: of an epoch.
+        mixed: on 8 to 128 words a sample, padded to the longest of their batch.
+    """
     from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - takes seconds
 
     config = BertConfig(num_hidden_layers=6)
     words = torch.randint(1000, config.vocab_size, (samples, 128), generator=torch.Generator().manual_seed(0))
-    rows: Any = [
-        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": torch.tensor(index % 2)}
-        for index, row in enumerate(words)
-    ]
+    least = 8 if mixed else 128
+    lengths = torch.randint(least, 129, (samples,), generator=torch.Generator().manual_seed(2)).tolist()
+    rows: Any = [(row[:length], index % 2) for index, (row, length) in enumerate(zip(words, lengths, strict=True))]
+
+    def collate(batch: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        padded = nn.utils.rnn.pad_sequence([row for row, _ in batch], batch_first=True)
+        labels = torch.tensor([label for _, label in batch])
+        return {"input_ids": padded, "attention_mask": (padded != 0).long(), "labels": labels}
+
     return Subject(
         build=lambda: BertForSequenceClassification(config),
-        loader=lambda: DataLoader(rows, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)),
+        loader=lambda: DataLoader(rows, batch_size=8, collate_fn=collate, **order(rows)),
         loss=lambda network, batch: network(**batch).loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=2e-5),
         depths=(3,),
@@ -271,17 +296,22 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
     subjects = {
         "resnet20": lambda: residual_net(options.data, options.samples),
         "bert": lambda: bert(options.bert_samples),
+        "bert-mixed": lambda: bert(options.bert_samples, mixed=True),
     }
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     found, texts = {}, [f"Stored activations come from {'the page cache' if options.warm else 'the disk'}.", ""]
     for name in options.subjects.split(","):
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             found[name] = measure(subjects[name](), options, Path(folder))
-        texts += [f"## {name}, {options.precision}", "", table(found[name]), ""]
-        print("\n".join(texts[-4:]), flush=True)
-    if options.record:
+        if is_first:
+            texts += [f"## {name}, {options.precision}", "", table(found[name]), ""]
+            print("\n".join(texts[-4:]), flush=True)
+    if options.record and is_first:
         options.record.mkdir(parents=True, exist_ok=True)
         kept = {"subjects": found, "made_with": describe_circumstances(torch.device("cpu"))}
         (options.record / "results.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
