@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.cache.rows import count_rows, take
+from egeria.cache.rows import count_rows, take, true_positions
 from egeria.errors import UncacheableError
 from egeria.model.batch import OF_THE_LOSS, Autocast, Batch
 from egeria.model.copies import is_ours
@@ -53,6 +53,10 @@ class Record:
         self._boundary = boundary
         self.kind, self.calls = Kind(), Counter[str]()
         self.saw_backward = False
+        self.true_positions: Tensor | None = None
+        """Of the batch; None where it has no padding."""
+        self.reads_padding = False
+        """Whether the loss depends on what the model gives at padding."""
         self.autocast: Autocast | None = None
         """Within the front: a wrapper around the forward of a model may turn it on."""
         self.value: Tensor | None = None
@@ -69,14 +73,23 @@ class Record:
         for root in self._boundary.roots.values():
             sweep(root, self)
 
-    def await_backward(self, output: Any) -> None:
-        """Note when the backward pass of what a pass gave begins."""
+    def await_backward(self, output: Any, batch: Batch) -> None:
+        """Note when the backward pass of what a pass gave begins, and whether it needs padding."""
+        self.true_positions = true_positions(batch)
         found = (entry for _, entry in tree.contents(output) if isinstance(entry, Tensor))
         for node in [entry.grad_fn for entry in found if entry.grad_fn is not None]:
             node.register_prehook(self._note_backward)
 
-    def _note_backward(self, _gradients: Any) -> None:
+    def _note_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self.saw_backward = True
+        if (kept := self.true_positions) is None:
+            return
+        try:
+            for gradient in gradients:
+                if gradient is not None and gradient.shape[:2] == kept.shape:
+                    self.reads_padding |= bool(gradient[~kept.to(gradient.device)].any())
+        except Exception:  # of a tensor of another kind, in a pass of the user's
+            self.reads_padding = True
 
     def _note(self, root: nn.Module, _args: Any, output: Any, *, name: str) -> None:
         try:
@@ -188,6 +201,8 @@ class Boundary:
         self.layout: Layout | None = None
         """Known once `prove` has found it."""
         self.limit = 0.0  # relative difference that counts as rounding; known then too
+        self.ignores_padding = False
+        """Whether a loss was seen that does not depend on what the model gives at padding."""
         self.live: frozenset[str] = frozenset()
         """Roots that run all the same: look-ups that depend on no frozen output."""
         self.is_written = False

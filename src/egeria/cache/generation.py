@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
 from egeria.cache.probe import difference, prove
-from egeria.cache.rows import Store, count_rows, row_keys, true_lengths
+from egeria.cache.rows import Store, count_rows, row_keys, true_lengths, true_positions
 from egeria.errors import brief
 from egeria.events import CacheUsed
 from egeria.model.batch import Batch
@@ -178,7 +178,7 @@ class Generation:
         """Make a pass as it is; return what it gave, and what stores what crossed."""
         self._note_pace(is_served=False)
         if not found.keys:
-            return self._watch_first(call)
+            return self._watch_first(call, found.batch)
         is_new = len(found.known) < len(found.keys) and not self.store.is_full
         if found.kind is not None and not is_new:
             self._misses += len(found.keys)
@@ -191,7 +191,7 @@ class Generation:
             record.close()
         return output, lambda: self._take_in(found, record)
 
-    def _watch_first(self, call: Call) -> tuple[Any, Call]:
+    def _watch_first(self, call: Call, batch: Batch) -> tuple[Any, Call]:
         before, first = living(), Record(self.boundary)
         self._first = first
         first.open()
@@ -199,7 +199,7 @@ class Generation:
 
         def check() -> None:
             first.value = None
-            first.await_backward(output)
+            first.await_backward(output, batch)
             require(not keeps_outside(self.boundary.model, output, before), KEPT)
 
         return output, check
@@ -211,14 +211,20 @@ class Generation:
             return self.boundary.layout is not None
         first.close()
         require(not first.refusal, first.refusal)
-        lengths = true_lengths(batch)
-        is_padded = lengths is None or min(lengths) < batch.kwargs["attention_mask"].shape[1]
+        can_wait = true_lengths(batch) is not None
+        is_padded, was_padded = (
+            not can_wait or kept is not None
+            for kept in (true_positions(batch), first.true_positions)
+        )
         self._waits += 1
         if self._waits <= MOST_WAITS:
-            if not first.saw_backward:
+            if not (first.saw_backward and was_padded):
                 self._first = None
-            if not (first.saw_backward and is_padded and count_rows(batch) > 1):
+            if not (first.saw_backward and was_padded and is_padded and count_rows(batch) > 1):
                 return False
+        self.boundary.ignores_padding = (
+            first.true_positions is not None and first.saw_backward and not first.reads_padding
+        )
         prove(self.boundary, batch)
         self._versions, self._first = self.boundary.versions, None
         return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.cache.boundary import Boundary, Kind, Layout, Record, require
-from egeria.cache.rows import count_rows, is_cut, take, true_lengths
+from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
 from egeria.model.batch import Batch
 from egeria.model.undisturbed import capture, undisturbed
@@ -54,7 +54,7 @@ class _Probe:
         whole = self._find_layout(value, num_rows)
         lengths = true_lengths(self._batch)
         axis = self._find_length_axis(whole, value, lengths)
-        layouts = [whole]
+        layouts, kept = [whole], true_positions(self._batch)
         if axis is not None:
             contents = self._batch.contents
             names = [n for n, e in contents if isinstance(e, Tensor) and is_cut(e, self._batch)]
@@ -65,7 +65,8 @@ class _Probe:
             given = boundary.layout.join(rows, kind, value.device)
             require(given is not None, f"what {boundary.tap} gives cannot be put together again")
             assert given is not None
-            if not (differing := self._find_difference(kind, given, computed)):
+            hidden = kept if boundary.ignores_padding and boundary.layout is not whole else None
+            if not (differing := self._find_difference(kind, given, computed, hidden)):
                 return
         boundary.layout = None
         advice = "; call the model with use_cache=False" if "key_values" in differing else ""
@@ -74,8 +75,11 @@ class _Probe:
             f"given back: the rest of the model reads more of them than that{advice}"
         )
 
-    def _find_difference(self, kind: Kind, value: Tensor, computed: Mapping[str, Any]) -> str:
-        """Return the name of the first thing that differs in a pass without the front, or ''.
+    def _find_difference(
+        self, kind: Kind, value: Tensor, computed: Mapping[str, Any], kept: Tensor | None
+    ) -> str:
+        """Return the name of the first thing that differs in a pass without the front, or ''; of
+        the output for each position, where there are `kept` ones [B, T], in those alone.
 
         Roots that depend on no frozen output, such as a table of positions that later layers read
         too, run live where nothing else helps.
@@ -85,7 +89,8 @@ class _Probe:
             for _ in range(2):
                 boundary.independent = set()
                 try:
-                    found = first_difference(self._pass(kind, value.clone()), computed, self._limit)
+                    given = _cut(self._pass(kind, value.clone()), kept)
+                    found = first_difference(given, _cut(computed, kept), self._limit)
                 except Exception as error:
                     found = f"the pass fails ({brief(error)}), and nothing"
                 independent, boundary.independent = boundary.independent, None
@@ -272,6 +277,19 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
         if not is_same:
             return name
     return ""
+
+
+def _cut(outcome: Mapping[str, Any], kept: Tensor | None) -> dict[str, Any]:
+    """Return what a pass gave, of the output for each position [B, T, ...] only the `kept` ones."""
+    return {
+        name: entry[kept.to(entry.device)]
+        if kept is not None
+        and isinstance(entry, Tensor)
+        and name.startswith("output")
+        and entry.shape[:2] == kept.shape
+        else entry
+        for name, entry in outcome.items()
+    }
 
 
 def _changed(first: Tensor, second: Tensor) -> list[int]:
