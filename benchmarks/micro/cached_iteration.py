@@ -152,6 +152,8 @@ class Way:
         if self.run is None:
             return {}
         self.run.close()
+        if dist.is_initialized() and dist.get_rank():
+            return {}  # the first process writes the journal
         journal = read_journal(self.folder)
         decided = next((event for event in reversed(journal.of("cache")) if event["boundary"]), None)
         used = journal.last("cache_used")
@@ -309,7 +311,10 @@ def main() -> None:
     found, texts = {}, [f"Stored activations come from {'the page cache' if options.warm else 'the disk'}.", ""]
     for name in options.subjects.split(","):
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            found[name] = measure(subjects[name](), options, Path(folder))
+            folders = [folder]
+            if dist.is_initialized():
+                dist.broadcast_object_list(folders)
+            found[name] = measure(subjects[name](), options, Path(folders[0]))
         if is_first:
             texts += [f"## {name}, {options.precision}", "", table(found[name]), ""]
             print("\n".join(texts[-4:]), flush=True)

@@ -33,7 +33,7 @@ computed ones that are needed to tell."""
 MOST_WAITS = 8
 """Passes that are waited for padding, without which nobody can show that it does not matter, and
 for a backward pass."""
-CHECKED_ROWS = 8  # of a batch, which a check computes again
+CHECKED_ROWS = 2  # of a batch, which a check computes again: other weights change every row
 PACKED = (
     "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
     "again in the backward pass; checkpoint its layers instead"
