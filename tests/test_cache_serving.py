@@ -41,8 +41,8 @@ from cached import (
     shuffled,
 )
 from egeria.events import CacheDecided, CacheUsed
-from egeria.testing import ScriptedController
 from loops import FAST, differences
+from scripted import ScriptedController
 
 each_store = pytest.mark.parametrize("cache", [MEMORY, FILE], ids=["memory", "file"])
 

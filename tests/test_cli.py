@@ -12,8 +12,8 @@ from torch import nn
 import egeria
 from egeria import attach, cli, events
 from egeria.cli import main
-from egeria.testing import ScriptedController
 from resnet import cifar_resnet
+from scripted import ScriptedController
 
 VERBS = ("advise", "modules", "report", "doctor")
 

@@ -16,9 +16,9 @@ from egeria.controller import choose, spare_cores
 from egeria.controller.process import usable_cores
 from egeria.controller.worker import pack, unpack
 from egeria.events import ReadingDropped, ReferenceRefreshed
-from egeria.testing import ScriptedController
 from loops import FAST, Loop
 from menagerie import SPECIMENS, each_supported
+from scripted import ScriptedController
 
 
 def told(directory, kind):

@@ -12,10 +12,10 @@ from torch import nn
 
 from egeria import EgeriaWarning, attach, read_journal, tree
 from egeria.events import Declined, ModuleFrozen, PlasticityRead, RunStarted, Thawed
-from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
 from menagerie import MENAGERIE, SPECIMENS, SUPPORTED
 from ranks import replica, run_ranks
+from scripted import ScriptedController
 
 STEPS = 60
 INLINE = {"config": {**FAST, "freezing": {"tolerance_share": 2.0}}, "controller": "inline"}

@@ -21,9 +21,9 @@ from egeria.events import (
     Thawed,
 )
 from egeria.policy import POLICIES, Depth, Interval, Policy, Wants, find_maker, find_rule
-from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
+from scripted import ScriptedController
 
 RESIDUAL = SPECIMENS["residual"]
 

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import egeria
 from egeria import ConfigError, EgeriaWarning, read_journal
 from egeria.events import Event, ModuleFrozen, PlasticityRead, RungTaken, RunStarted
-from egeria.testing import ScriptedController
 from loops import FAST, Loop, outside
 from menagerie import SPECIMENS, Specimen
 from ranks import run_ranks
+from scripted import ScriptedController
 
 PARTS = SPECIMENS["PartsByName"]
 

@@ -17,9 +17,9 @@ import egeria
 from egeria import ConfigError, EgeriaWarning, StateError, attach, read_journal
 from egeria.events import Declined, FaultCaught, IntervalMeasured, ModuleFrozen, RunStarted, Thawed
 from egeria.model.freeze import Freezer
-from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
 from menagerie import SPECIMENS
+from scripted import ScriptedController
 
 PARTS = SPECIMENS["PartsByName"]
 PLAN = {"total_steps": 20, "plan": "0.1:1 0.5:3", "config": {"modules": {"pattern": r"parts\.\w|head"}}}

@@ -15,9 +15,9 @@ import egeria
 from egeria import ConfigError, EgeriaWarning
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
 from egeria.report.trackers import find_trackers, scalars
-from egeria.testing import ScriptedController
 from loops import FAST, Loop
 from menagerie import SPECIMENS
+from scripted import ScriptedController
 
 PARTS = SPECIMENS["PartsByName"]
 KEYS = {f"egeria/{name}" for name in ("frozen", "params_frozen", "time_saved_s", "plasticity", "overhead")}

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import swa_utils
 
 import egeria
-from egeria.testing import ScriptedController
 from loops import FAST
+from scripted import ScriptedController
 
 STEPS = 40
 

@@ -311,10 +311,7 @@ def main() -> None:
     found, texts = {}, [f"Stored activations come from {'the page cache' if options.warm else 'the disk'}.", ""]
     for name in options.subjects.split(","):
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            folders = [folder]
-            if dist.is_initialized():
-                dist.broadcast_object_list(folders)
-            found[name] = measure(subjects[name](), options, Path(folders[0]))
+            found[name] = measure(subjects[name](), options, Path(folder))
         if is_first:
             texts += [f"## {name}, {options.precision}", "", table(found[name]), ""]
             print("\n".join(texts[-4:]), flush=True)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from egeria.testing import ScriptedController
 from laws.models import each_model, each_that_freezes
 from laws.support import Training, decisions, differences, paper, readings
+from scripted import ScriptedController
 
 pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")  # a law holds whatever is warned of
 NUM_INTERVALS, INTERVAL, NUM_REAL = 18, 24, 2
