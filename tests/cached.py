@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Vectors(Dataset):
 class Block(nn.Module):
     """A residual block; its passes are counted by its identity."""
 
-    calls: ClassVar = Counter()
+    calls: ClassVar[WeakKeyDictionary[Block, int]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ class Block(nn.Module):
     @property
     def num_calls(self) -> int:
         """How often it was run."""
-        return self.calls[id(self)]
+        return self.calls.get(self, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls[id(self)] += 1
+        self.calls[self] = self.num_calls + 1
         return x + self.scale * torch.tanh(self.norm(self.inner(x)))
 
 
