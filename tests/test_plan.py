@@ -11,8 +11,8 @@ from torch import nn
 import egeria
 from egeria import Config, ConfigError, StateError, read_journal
 from egeria.config.checks import read_plan
-from egeria.events import FaultCaught, ModuleFrozen, PlanMade, Thawed
-from egeria.policy import Interval, Plan, draw_up, find_maker, find_rule
+from egeria.events import Declined, FaultCaught, ModuleFrozen, PlanMade, Thawed
+from egeria.policy import Interval, Plan, draw_up, find_maker, find_rule, resolve
 from egeria.policy.plan import even_moves
 
 MODULES = tuple("abcd")
@@ -45,15 +45,19 @@ def test_a_text_is_read_and_written_again():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (3, "share of the steps"),
-        ("0.5:one", "'0.5:one' is no share"),
-        ("0.5:-1", "'0.5:-1' is no share"),
-        ("0.5:1.5", "'0.5:1.5' is no share"),
-        ("0.5:1,0.6:2", "'0.5:1,' is no share"),
-        ("0.5 : 1", "'0.5 : 1' is no share"),
+        (3, "a moment, and how many"),
+        ("0.5:", "entry 1, '0.5:', is no"),
+        ("0.5:-1", "entry 1, '0.5:-1', is no"),
+        ("0.5:1.5", "entry 1, '0.5:1.5', is no"),
+        ("0.5:1,0.6:2", "entry 1, '0.5:1,0.6:2', is no"),
+        ("0.3:1 0.5 : 1", "entry 2, '0.5', is no"),
+        ("0.3:1 step 500", "entry 2, 'step 500', is no"),
+        ("step 5.5:1", "entry 1, 'step 5.5:1', is no"),
+        ("epochs 2:1", "entry 1, 'epochs', is no"),
         ("1.0:1", "shares of the steps below 1 and not 1"),
         ("0.6:1 0.5:2", "shares of the steps that rise from entry to entry"),
         ("step 9:1 step 8:2", "steps that rise from entry to entry"),
+        ("epoch 2:1 0.5:2 epoch 2:3", "epochs that rise from entry to entry"),
     ],
 )
 def test_another_text_is_refused_with_what_was_found_and_the_next_step(text, said):
@@ -62,6 +66,38 @@ def test_another_text_is_refused_with_what_was_found_and_the_next_step(text, sai
     message = str(caught.value)
     assert message.startswith("policy.plan must be text such as") and said in message
     assert f"found {text!r}" in message and "Correct it" in message
+
+
+PARTS = [("embeddings",), ("encoder.0-encoder.1", "encoder.0", "encoder.1"), ("encoder.2",), ("head",)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.1:encoder.1", "0.1:2"),  # in a layer module of two blocks: frozen up to and with that
+        ("0.1:encoder 0.5:0", "0.1:3 0.5:0"),
+        ("step 5:encoder.2.dense", "step 5:3"),
+        ("epoch 2:embeddings", "step 50:1"),
+        ("epoch 0.1:20", "step 3:20"),
+    ],
+)
+def test_names_and_epochs_become_numbers_and_steps(text, expected):
+    for prefix in ("", "model.bert."):
+        parts = [tuple(prefix + name for name in names) for names in PARTS]
+        if not prefix or "dense" not in text:  # what lies within a layer module goes by its whole name
+            assert resolve(text, parts, 25.0) == expected
+    assert resolve(expected, parts, None) == expected, "what needs no length asks for none"
+
+
+def test_a_name_that_is_none_or_several_and_epochs_of_unknown_length_are_refused():
+    with pytest.raises(ConfigError, match=r"found 'encoder\.5', which it does not have; 'encoder\.\d' is near"):
+        resolve("0.5:encoder.5", PARTS, 1.0)
+    twice = [("left.block",), ("right.block",)]
+    with pytest.raises(ConfigError, match="found 'block', which is in left and right. Give the whole name"):
+        resolve("0.5:block", twice, 1.0)
+    assert resolve("0.5:right.block", twice, 1.0) == "0.5:2"
+    with pytest.raises(ConfigError, match="epochs needs a loader that has a length, found 'epoch 1:1'"):
+        resolve("epoch 1:1", PARTS, None)
 
 
 def test_shares_need_the_length_of_the_training_and_all_are_in_the_order_of_time():
@@ -157,6 +193,32 @@ def test_asked_at_any_step_it_returns_the_depth_of_the_newest_move():
     assert policy.observe(Interval(step=40, frozen=1)).frozen == 0
 
 
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([1.0, 2.5], "rose from 1 to 2.5 within an interval"),
+        ([1.0, None], "is not finite"),
+        ([4.0, 1.0, 2.5], None),  # it was higher before: noise
+        ([1.0, 1.9, 3.7], None),
+        ([0.0, 0.0], None),
+    ],
+)
+def test_a_loss_that_explodes_thaws_until_the_next_move(losses, said):
+    policy, step = make(plan="0:2 0.5:3"), 0
+    for step, loss in enumerate(losses, start=1):
+        found = policy.observe(Interval(step=step, frozen=2, num_steps=1, loss=loss))
+    if said is None:
+        assert found is None
+        return
+    assert found.frozen == 0 and said in found.reason
+    resumed = make(plan="0.9:1")
+    resumed.load_state_dict(policy.state_dict())
+    for told in (policy, resumed):
+        assert told.observe(Interval(step=step + 1, frozen=0, num_steps=1, loss=2.5)) is None
+        assert told.observe(Interval(step=50, frozen=0)).frozen == 3
+    assert make(plan="0.9:2").observe(Interval(step=2, frozen=0, num_steps=1, loss=None)) is None, "nothing is frozen"
+
+
 def test_no_more_freeze_than_may():
     for deepest, expected in ((None, {30: 3}), (2, {30: 2}), (0, {})):
         assert decided(make(deepest=deepest, plan="0.3:9 0.4:8")) == expected
@@ -250,6 +312,75 @@ def test_by_default_a_fine_tuning_follows_the_even_plan_and_scratch_none(pretrai
     assert ("nothing is frozen: the model is trained from scratch" in caplog.text) != pretrained
     assert training.run.frozen == len(moves(tmp_path)) == (2 if pretrained else 0)
     training.run.close()
+
+
+class Named(nn.Module):
+    """Blocks with names, of which the first is never called, as in a loop over part of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.body, self.head = nn.Linear(8, 8), nn.ModuleDict(), nn.Linear(8, 8)
+        for name in ("first", "second", "third"):
+            self.body[name] = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.body.values():
+            x = torch.relu(block(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_plan_in_epochs_and_names_is_followed_to_the_step(accumulation, tmp_path):
+    torch.manual_seed(0)
+    model, batches = Named(), [torch.randn(4, 8) for _ in range(12)]
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.01), 12 // accumulation
+    plan = "epoch 1:body.second epoch 2.5:0"
+    run = egeria.attach(model, optimizer, batches, total_steps=4 * steps, plan=plan, directory=tmp_path)
+    for number, batch in enumerate(batches * 4, start=1):
+        loss = model(batch).square().mean()
+        (loss / accumulation).backward()
+        if number % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.step(loss)
+    run.close()
+    depth = [module.name for module in run.modules].index("body.second") + 1
+    assert str(run.plan) == f"step {steps}:{depth} step {5 * steps // 2}:0"
+    assert moves(tmp_path) == [*((steps, frozen) for frozen in range(1, depth + 1)), (5 * steps // 2, 0)]
+
+
+def test_a_plan_that_names_what_the_model_has_not_is_refused_and_what_never_runs_is_declined(tmp_path):
+    model = Named()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    arguments = {"total_steps": 10, "directory": tmp_path}
+    with pytest.raises(ConfigError, match=r"found 'body\.fourth', which it does not have"):
+        egeria.attach(model, optimizer, plan="0.5:body.fourth", **arguments)
+    with pytest.raises(ConfigError, match=r"found 'epoch 1:1' and none\. Pass the loader"):
+        egeria.attach(model, optimizer, plan="epoch 1:1", **arguments)
+    assert not list(tmp_path.iterdir())
+    with (
+        egeria.attach(model, optimizer, plan="0.5:unused", **arguments) as run,
+        pytest.warns(UserWarning, match="unused"),
+    ):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        run.step(1.0)
+    (declined,) = read_journal(tmp_path).of(Declined)
+    assert declined.what == "freezing" and "found 'unused'" in declined.reason
+    assert not read_journal(tmp_path).of(FaultCaught)
+
+
+def test_a_run_whose_loss_explodes_thaws_and_says_why(tmp_path):
+    training = Training(tmp_path, plan="0:2 0.75:1")
+    for step in range(TOTAL):
+        if step == 10:
+            with torch.no_grad():
+                training.model[3].weight.mul_(5)
+        training.train(1)
+    training.run.close()
+    (first, back), told = moves(tmp_path)[1:3], read_journal(tmp_path).of(Thawed)
+    assert first == (0, 2) and back == (12, 0) and "the training loss rose from" in told[0].reason
+    assert moves(tmp_path)[3:] == [(30, 1)], "the plan goes on with its next move"
 
 
 def test_policies_without_a_plan_have_none(tmp_path):

@@ -91,8 +91,13 @@ def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-PLAN_TEXT = 'text such as "0.5:1 0.6:2 0.75:4" or "step 500:2"'
-_MOVE = re.compile(r"(step \s*(?P<step>\d+)|(?P<share>\d+\.?\d*|\.\d+)):(?P<depth>\d+)(?=\s|$)")
+PLAN_TEXT = 'text such as "0.5:1 0.75:2", "step 500:2" or "epoch 3:encoder.layer.1"'
+_ENTRY = re.compile(r"(?:(?:step|epoch)\s+)?\S+")
+_MOVE = re.compile(
+    r"(?:step\s+(?P<step>\d+)|epoch\s+(?P<epoch>\d+\.?\d*)|(?P<share>\d+\.?\d*|\.\d+))"
+    r":(?:(?P<depth>\d+)|(?P<name>(?=\S*[A-Za-z_])\w[\w.-]*))(?=\s|$)"
+)
+_UNITS = {"share": "shares of the steps", "step": "steps", "epoch": "epochs"}
 
 
 class Move(NamedTuple):
@@ -114,24 +119,52 @@ class Move(NamedTuple):
 
 
 def read_plan(text: str) -> tuple[Move, ...]:
-    """Return the moves of a text that `wrong_plan` finds nothing wrong with."""
+    """Return the moves of a text that `without_names` gave."""
     return tuple(
         Move(float(found["step"] or found["share"]), int(found["depth"]), bool(found["step"]))
         for found in _MOVE.finditer(text)
     )
 
 
+def without_names(text: str, depth_of: Callable[[str], int], epoch_steps: float | None) -> str:
+    """Return the text of a plan with steps for epochs, and numbers for names of layer modules.
+
+    Args:
+        text: one that `wrong_plan` finds nothing wrong with.
+        depth_of: returns how many layer modules there are up to and with that of a name.
+        epoch_steps: optimizer steps of an epoch; None where that is not known.
+
+    Raises:
+        ConfigError: it has epochs, and their length is not known.
+    """
+
+    def plain(found: re.Match[str]) -> str:
+        depth = found["depth"] or depth_of(found["name"])
+        if found["epoch"] is None:
+            return f"{found[0].partition(':')[0]}:{depth}"
+        if epoch_steps is None:
+            raise ConfigError(
+                f"A plan with epochs needs a loader that has a length, found {text!r} and none. "
+                "Pass the loader to attach, or give steps or shares."
+            )
+        return f"step {math.ceil(float(found['epoch']) * epoch_steps)}:{depth}"
+
+    return " ".join(map(plain, _MOVE.finditer(text)))
+
+
 def wrong_plan(text: Any) -> str:
     """Rule for the text of a plan."""
     if not isinstance(text, str):
-        return f"{PLAN_TEXT}: share of the steps, or a step, and how many modules are frozen then"
-    if rest := " ".join(_MOVE.sub(" ", text).split()):
-        return f"{PLAN_TEXT}, where {rest!r} is no share or step : number of layer modules"
-    shares = [move.time for move in read_plan(text) if not move.is_step]
-    steps = [move.time for move in read_plan(text) if move.is_step]
-    for times, what in ((shares, "shares of the steps"), (steps, "steps")):
-        if times != sorted(set(times)):
+        return f"{PLAN_TEXT}: a moment, and how many layer modules are frozen from then on"
+    times: dict[str, list[float]] = {unit: [] for unit in _UNITS}
+    for number, entry in enumerate(_ENTRY.findall(text), start=1):
+        if (found := _MOVE.fullmatch(entry)) is None:
+            return f"{PLAN_TEXT}, where entry {number}, {entry!r}, is no moment:layer modules"
+        unit, time = next((unit, found[unit]) for unit in _UNITS if found[unit])
+        times[unit].append(float(time))
+    for unit, what in _UNITS.items():
+        if times[unit] != sorted(set(times[unit])):
             return f"{PLAN_TEXT}, with {what} that rise from entry to entry"
-    if shares and shares[-1] >= 1:
-        return f"{PLAN_TEXT}, with shares of the steps below 1 and not {shares[-1]:g}"
+    if times["share"] and times["share"][-1] >= 1:
+        return f"{PLAN_TEXT}, with shares of the steps below 1 and not {times['share'][-1]:g}"
     return ""

@@ -20,7 +20,7 @@ from egeria.policy.base import (
     Wants,
 )
 from egeria.policy.paper import EgeriaPolicy
-from egeria.policy.plan import PLANNED, Plan, PlanPolicy, draw_up, find_plan
+from egeria.policy.plan import PLANNED, Plan, PlanPolicy, draw_up, find_plan, resolve
 from egeria.policy.schedules import (
     RULES,
     Moment,
@@ -53,6 +53,7 @@ __all__ = [
     "find_plan",
     "find_rule",
     "first_stage",
+    "resolve",
     "rule_for_schedule",
 ]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import Move, read_plan
+from egeria.config.checks import Move, read_plan, without_names
 from egeria.errors import ConfigError
 from egeria.policy.base import Depth, Interval, Wants
 
@@ -135,6 +137,44 @@ def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
     return tuple(Move(time, depth) for depth, time in enumerate(times, start=1))
 
 
+def resolve(text: str, modules: Sequence[Sequence[str]], epoch_steps: float | None) -> str:
+    """Return the text of a plan with steps for epochs, and numbers for names of layer modules.
+
+    Args:
+        text: of the plan.
+        modules: names of the submodules in each layer module, front to back.
+        epoch_steps: optimizer steps of an epoch; None where that is not known.
+
+    Raises:
+        ConfigError: a name is none of them, or there are epochs and their length is not known.
+    """
+    return without_names(text, partial(_find_depth, modules), epoch_steps)
+
+
+def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
+    """Return how many layer modules there are up to and with the last one of a name.
+
+    The name is that of a submodule or the end of it, such as "encoder.layer.5"; the submodule may
+    lie in a layer module, or hold several.
+    """
+    found = dict[str, int]()  # by what stands before the name
+    for depth, own in enumerate(modules, start=1):
+        for held in own:
+            head, match, _ = f".{held}.".partition(f".{name}.")
+            if match or f"{name}.".startswith(f"{held}."):
+                found[head if match else ""] = depth
+    if "" in found or len(found) == 1:
+        return found.get("") or max(found.values())
+    known = [held for own in modules for held in own]
+    near = difflib.get_close_matches(name, known, n=1) or known[-1:]
+    which = " and ".join(head[1:] for head in list(found)[:2])
+    is_in = f"is in {which}" if found else f"it does not have; {near[0]!r} is near"
+    raise ConfigError(
+        f"A plan names submodules of the model, found {name!r}, which {is_in}. Give the whole name "
+        "of one, or a number of layer modules."
+    )
+
+
 def find_plan(
     settings: PolicyConfig, modules: Sequence[str], pretrained: bool, total_steps: int | None
 ) -> Plan | None:
@@ -152,8 +192,8 @@ def find_plan(
 class PlanPolicy:
     """'plan', 'static', 'linear': follows a plan, to the step. 'none': a plan that never moves.
 
-    What it decides depends on the step alone; it keeps the text of its plan, so that a resumed run
-    goes on with that of its beginning.
+    A loss that is not finite, or doubles within an interval to more than it ever was, thaws
+    everything until the plan's next move. A resumed run goes on with the plan of its beginning.
     """
 
     def __init__(
@@ -166,6 +206,8 @@ class PlanPolicy:
         **_: Any,
     ) -> None:
         settings, self._deepest, self._total_steps = config.policy, deepest, total_steps
+        self._loss, self._highest = math.inf, -math.inf  # of the newest interval, and of all
+        self._thawed_at = -1  # the step at which the loss thawed, until the next move
         found = find_plan(settings, modules, settings.pretrained is True, total_steps)
         self._follow(found or Plan(moves=(), modules=tuple(modules), total_steps=total_steps))
 
@@ -179,19 +221,37 @@ class PlanPolicy:
 
     def observe(self, interval: Interval) -> Depth | None:
         """Return the depth of the newest move, unless so many are frozen already."""
-        step, total, depth = interval.step, self._total_steps, self._depth(interval.step)
+        step, total = interval.step, self._total_steps
+        if interval.num_steps and (reason := self._judge_loss(interval)) and interval.frozen:
+            self._thawed_at = step
+            return Depth(0, reason)
+        move = self.wants.next_step(self._thawed_at) or math.inf
+        depth = 0 if 0 <= self._thawed_at <= step < move else self._depth(step)
         if depth == interval.frozen:
             return None
         done = f"{step / total:.1%} of the training is" if total else f"{step} steps are"
         what = f"{depth} layer module{'' if depth == 1 else 's'}" if depth else "nothing"
         return Depth(depth, f"{done} done, and the plan freezes {what} from here on")
 
+    def _judge_loss(self, interval: Interval) -> str:
+        """Take in the loss of an interval; return why it is no time to have anything frozen."""
+        before, loss = self._loss, interval.loss
+        if loss is None or not math.isfinite(loss):
+            return "the training loss is not finite"
+        highest, self._loss = self._highest, loss
+        self._highest = max(highest, loss)
+        if loss > 2 * before and loss > highest:
+            return f"the training loss rose from {before:.3g} to {loss:.3g} within an interval"
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the text of the plan."""
-        return {"plan": str(self.plan)}
+        """Return the text of the plan, and what was seen of the loss."""
+        seen = [self._loss, self._highest, self._thawed_at]
+        return {"plan": str(self.plan), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the plan that the run began with."""
+        self._loss, self._highest, self._thawed_at = state["seen"]
         if state["plan"] != str(self.plan):
             told = "the run began with it"
             self._follow(Plan.parse(state["plan"], self.plan.modules, self._total_steps, told))

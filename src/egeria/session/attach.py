@@ -89,6 +89,7 @@ def attach(
     given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
     _check_unwatched(inner)
     rule_name, rule = checks.choose_rule(settings, scheduler, total_steps)
+    checks.check_plan(settings.policy, inner, loader, total_steps)
     checks.agree_on_the_run(settings, total_steps)
     leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []

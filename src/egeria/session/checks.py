@@ -15,12 +15,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from egeria.config import Config
+from egeria.config import Config, PolicyConfig
 from egeria.distributed import ddp
 from egeria.distributed.ranks import together, world_size
 from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError
-from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
+from egeria.policy import (
+    UnfreezeRule,
+    find_maker,
+    find_plan,
+    find_rule,
+    resolve,
+    rule_for_schedule,
+)
 
 NOT_DECIDING = ("controller", "cache")
 """Groups of settings that no decision depends on."""
@@ -147,9 +154,18 @@ def choose_rule(
         rule = rule_for_schedule(_schedule_names(scheduler))
     name = rule if isinstance(rule, str) else type(rule).__name__
     find_maker(config)
-    # The fewest layer modules of which a plan that is drawn up freezes one.
-    find_plan(config.policy, ("",) * 3, True, total_steps)
     return name, find_rule(rule, config.unfreezing.drop_factor)
+
+
+def check_plan(
+    settings: PolicyConfig, model: nn.Module, loader: Any, total_steps: int | None
+) -> None:
+    """Raise ConfigError where the plan of the settings does not fit the training."""
+    if settings.plan is not None:
+        leaves = [(name,) for name, part in model.named_modules() if not [*part.children()]]
+        settings = replace(settings, plan=resolve(settings.plan, leaves, length_of(loader)))
+    # The fewest layer modules of which a plan that is drawn up freezes one.
+    find_plan(settings, ("",) * 3, True, total_steps)
 
 
 def _schedule_names(scheduler: Any) -> list[str]:

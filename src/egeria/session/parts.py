@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from egeria.errors import ConfigError
 from egeria.events import PlanMade, RunStarted
 from egeria.model.cut import Cut
-from egeria.policy import Plan, PlanPolicy, Policy, find_maker, find_plan
+from egeria.policy import Plan, PlanPolicy, Policy, find_maker, find_plan, resolve
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
 from egeria.session.training import Training
@@ -60,10 +60,19 @@ class Parts:
 
 
 def make_parts(
-    training: Training, cut: Cut, wrapper: Any, engine: Mapping[str, Any] | None = None
+    training: Training,
+    cut: Cut,
+    wrapper: Any,
+    epoch_steps: float | None = None,
+    engine: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Make the parts of a run, or of a resumed one by its saved state; nothing is frozen yet."""
     names, settings = tuple(module.name for module in cut.modules), training.config.policy
+    if engine is not None and "plan" in engine["policy"]:
+        settings = replace(settings, plan=engine["policy"]["plan"])
+    elif settings.plan is not None:
+        held = [(module.name, *module.submodules) for module in cut.modules]
+        settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
     plan = find_plan(settings, names, training.is_pretrained, training.total_steps)
     if plan is not None:
         settings = replace(settings, plan=str(plan))

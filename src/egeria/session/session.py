@@ -29,6 +29,7 @@ from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
 from egeria.policy import BOOTSTRAPPING, Depth, Interval, Plan, Policy, Reading, Status, first_stage
 from egeria.report.wording import plural
+from egeria.session.checks import length_of
 from egeria.session.interval import Clock, Measured, seconds_left
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import begin_skipping
@@ -69,6 +70,8 @@ class Session:
         interval_steps = training.config.plasticity.interval_steps or usual
         self.clock = Clock(training.total_steps, interval_steps)
         self._environment, self._loader, self._controller = environment, loader, controller
+        self._forwards_per_step = 1
+        """Training calls of the model between two steps of the optimizer."""
         self._status = Status(stage=first_stage(training.config.policy.name))
         self._has_started = self._has_ended = self._asks_first = self._is_lost = False
         self._meets = False
@@ -113,6 +116,12 @@ class Session:
         """The stage of the policy."""
         return self._status.stage
 
+    @property
+    def _epoch_steps(self) -> float | None:
+        """Optimizer steps of an epoch; None where the loader has no length."""
+        length = length_of(self._loader)
+        return length / self._forwards_per_step if length else None
+
     def step(self, loss: float | Tensor) -> bool:
         """Take in the loss of a batch; return whether something may have been journaled."""
         if not self.steps.take():
@@ -154,7 +163,7 @@ class Session:
                 "asked": self._asked,
                 "asks_first": self._asks_first,
                 "detaches": parts.applier.detaches,
-                "forwards_per_step": self._skipping.forwards_per_step if self._skipping else 1,
+                "forwards_per_step": self._forwards_per_step,
                 "plan_reason": self.plan.reason if self.plan else "",
                 "evaluator": parts.evaluation.state_dict() if parts.evaluation else None,
             }
@@ -193,7 +202,7 @@ class Session:
             self._restore(engine)
         elif self.parts is not None:  # back to before its first step: the layer modules stay
             wrapper = ddp.find_wrapper(self.training.given)
-            self._install(make_parts(self.training, self.parts.cut, wrapper))
+            self._install(make_parts(self.training, self.parts.cut, wrapper, self._epoch_steps))
             self._asked = self.clock.step
             with self._guard("a decision"):
                 self._ask_first()
@@ -215,8 +224,7 @@ class Session:
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
         first.close()
-        if self._skipping is not None:
-            self._skipping.forwards_per_step = max(1, first.watch.num_calls)
+        self._forwards_per_step = max(1, first.watch.num_calls)
         self._meets = world_size() > 1
         with self._guard("cutting the model"):
             if torch._C._current_graph_task_id() != -1:
@@ -225,7 +233,8 @@ class Session:
             if refusal:
                 self._start_journal()
                 raise FreezingEndedError(refusal)
-            self._install(parts := make_parts(self.training, cut, first.wrapper))
+            parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
+            self._install(parts)
             self._asks_first = True
             self._start_journal()
             parts.announce(first.dropped)
@@ -287,7 +296,7 @@ class Session:
         is_asked = self._asked < (wants.next_step(self._asked) or math.inf) <= clock.step
         if ends or is_asked:
             interval = self._end_interval(parts, ends)
-            if is_asked or wants.interval_steps is not None:
+            if is_asked or wants.interval_steps is not None or wants.steps:
                 self._ask(interval)
             if ends and parts.evaluation is not None and self.parts is parts:
                 self._evaluate(parts, parts.evaluation, interval)
@@ -443,7 +452,7 @@ class Session:
         steady = None if move is None else float(move - clock.step)
         if wants.interval_steps is not None and wants.plasticity_of is not None:
             steady = float((2 * max(1, self._status.window) - 1) * clock.interval_steps)
-        self._skipping.follow(self.modules[: self.frozen], steady, clock.step)
+        self._skipping.follow(self.modules[: self.frozen], steady, clock.step, self._epoch_steps)
 
     # --- resuming --------------------------------------------------------------------------------
 
@@ -453,7 +462,7 @@ class Session:
         self.training.norms.update(norms)
         try:
             wrapper = ddp.find_wrapper(self.training.given)
-            parts = make_parts(self.training, cut, wrapper, engine)
+            parts = make_parts(self.training, cut, wrapper, engine=engine)
         except BaseException:
             self.training.norms.update(came_trained)
             raise
@@ -474,8 +483,7 @@ class Session:
             parts.evaluation.load_state_dict(engine["evaluator"])
         parts.applier.detaches = engine["detaches"]
         parts.applier.restore(engine["frozen"])
-        if self._skipping is not None:
-            self._skipping.forwards_per_step = engine["forwards_per_step"]
+        self._forwards_per_step = engine["forwards_per_step"]
         self._asked, self._asks_first = int(engine["asked"]), bool(engine["asks_first"])
         self._look_ahead(parts)
         self._follow_boundary()
@@ -504,7 +512,7 @@ class Session:
             self._end(str(error))
         except Exception as error:
             reason = str(error)
-            if not isinstance(error, (FreezingEndedError, UnsupportedModelError)):
+            if not isinstance(error, (FreezingEndedError, UnsupportedModelError, ConfigError)):
                 self.recorder.fault(what, error)
                 reason = f"{what} failed ({type(error).__name__}: {error})"
             with suppress(RankError, LostError, FreezingEndedError):
