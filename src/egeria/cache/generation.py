@@ -28,8 +28,7 @@ MORE_BATCHES, LEAST_REPEATS = 32, 0.05
 """Batches more than an epoch has after which so many of the rows must have come again."""
 UNKNOWN_EPOCH = 10_000  # batches of one whose length nobody knows
 REVIEWED, COMPARED = 50, 8
-"""Batches from the store after which it is asked whether iterations have become shorter, and
-computed ones that are needed to tell."""
+"""Iterations from the store, and computed ones, that tell whether iterations are shorter."""
 MOST_WAITS = 8
 """Passes that are waited for padding, without which nobody can show that it does not matter, and
 for a backward pass."""
@@ -94,10 +93,12 @@ class Generation:
         self._seen = self._seen_again = 0
         """Rows since the last review, and those of them that were stored when they came."""
         self._largest_error, self._has_told = 0.0, False
-        self._served_s = list[float]()
+        self._served_s = deque[float](maxlen=REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
         """Seconds from one pass to the next, where both were of the same kind."""
         self._last = (False, 0.0)
+        self._is_doubted = False
+        """Whether batches are computed for now, to see if that takes longer than to serve them."""
 
     def used(self, step: int) -> CacheUsed:
         """Return what was stored and served so far, for the journal."""
@@ -146,7 +147,7 @@ class Generation:
         self._seen, self._seen_again = self._seen + len(keys), self._seen_again + len(known)
         self._review()
         found.kind = self.boundary.kind(batch)
-        if found.kind is None or LEAST_SHARE * len(known) < len(keys):
+        if found.kind is None or LEAST_SHARE * len(known) < len(keys) or self._is_doubted:
             return found
         found.value = self._find_value(found, found.kind)
         return found
@@ -312,16 +313,18 @@ class Generation:
                 "had been there before",
             )
             self._seen = self._seen_again = 0
-        if self._is_timed and len(self._served_s) >= REVIEWED:
-            served_s, self._served_s = statistics.median(self._served_s), []
-            if len(self._computed_s) < COMPARED:
-                return
-            computed_s = statistics.median(self._computed_s)
-            require(
-                served_s < computed_s,
-                f"an iteration with stored activations takes {1e3 * served_s:.1f} ms, and took "
-                f"{1e3 * computed_s:.1f} ms with computed ones",
-            )
+        is_compared = len(self._computed_s) >= COMPARED
+        if not self._is_timed or len(self._served_s) < REVIEWED or not is_compared:
+            return
+        served_s, computed_s = map(statistics.median, (self._served_s, self._computed_s))
+        require(
+            served_s < computed_s or not self._is_doubted,
+            f"an iteration with stored activations takes {1e3 * served_s:.1f} ms, and "
+            f"{1e3 * computed_s:.1f} ms with computed ones",
+        )
+        # Where the machine became slower meanwhile, only iterations of now can tell.
+        self._is_doubted = served_s >= computed_s
+        (self._computed_s if self._is_doubted else self._served_s).clear()
 
     def _note_pace(self, *, is_served: bool) -> None:
         now, (was_served, began) = time.perf_counter(), self._last

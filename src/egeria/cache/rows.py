@@ -27,9 +27,8 @@ from egeria.model.batch import Batch
 
 DIGEST_BYTES = 16
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
-_SEED = (
-    20  # of the numbers that words are multiplied by: the first ones are the same for all counts
-)
+# Of the numbers that words are multiplied by: the first ones are the same for all counts.
+_SEED = 20
 PREFIX, SUFFIX = "egeria-activations-", ".bin"
 LOOK_BYTES = 64 * 2**20
 """Stored in memory between two looks at how much may be."""
@@ -40,9 +39,7 @@ DISK_SHARE = 0.5
 
 
 def count_rows(batch: Batch) -> int:
-    """Return the number of samples B: the first axis of the first tensor that has one; 0 for
-    none.
-    """
+    """Return the number of samples B, the first axis of the first tensor that has one, or 0."""
     return next((tensor.shape[0] for tensor in tree.leaves(batch.arguments) if tensor.dim()), 0)
 
 

@@ -97,9 +97,7 @@ def begin_skipping(
 
 
 def _num_local() -> int:
-    """Return how many processes of the job are on this host, as its launcher tells; all of them
-    where it does not.
-    """
+    """Return how many processes of the job its launcher says are on this host, else all."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdecimal() and int(told) > 0 else world_size()
 
