@@ -93,7 +93,7 @@ def test_a_name_that_is_none_or_several_and_epochs_of_unknown_length_are_refused
     with pytest.raises(ConfigError, match=r"found 'encoder\.5', which it does not have; 'encoder\.\d' is near"):
         resolve("0.5:encoder.5", PARTS, 1.0)
     twice = [("left.block",), ("right.block",)]
-    with pytest.raises(ConfigError, match="found 'block', which is in left and right. Give the whole name"):
+    with pytest.raises(ConfigError, match=r"found 'block', which is in left and right\. Give the whole name"):
         resolve("0.5:block", twice, 1.0)
     assert resolve("0.5:right.block", twice, 1.0) == "0.5:2"
     with pytest.raises(ConfigError, match="epochs needs a loader that has a length, found 'epoch 1:1'"):

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 def test_the_script_for_gpus_runs_tiny_on_a_cpu_and_keeps_what_it_found(tmp_path):
     pytest.importorskip("transformers")
     command = [ROOT / "scripts" / "gpu", tmp_path, "--device", "cpu", "--tiny"]
-    done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [row["way"] for row in rows[:6]] == ["plain", "attached", *accelerator.SHARES]

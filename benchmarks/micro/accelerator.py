@@ -1,11 +1,12 @@
 """What frozen layer modules save on an accelerator, at the size of real models: time and memory of an iteration.
 
-    python -m benchmarks.micro.accelerator [MODEL ...] [--compiled] [--minutes 3] [--device cuda] [--tiny] [--record DIR]
+    python -m benchmarks.micro.accelerator [MODEL ...] [--compiled] [--minutes 3] [--tiny] [--record DIR]
 
-Times only, on made-up batches: what is learnt does not matter to them. Copies of a model train in one process in turn, a
-few steps each, in bfloat16: one plainly, one attached with nothing frozen, and one each with a third, half, two thirds
-and all but the last of the layer modules frozen from the first step. A turn ends when the accelerator has done all of
-it. What is saved is 1 less the ratio to the plain turn of the same round, as median and quartiles. The cache is off.
+Times only, on made-up batches: what is learnt does not matter to them. Copies of a model train in one process in
+turn, a few steps each, in bfloat16: one plainly, one attached with nothing frozen, and one each with a third, half,
+two thirds and all but the last of the layer modules frozen from the first step. A turn ends when the accelerator has
+done all of it. What is saved is 1 less the ratio to the plain turn of the same round, as median and quartiles. The
+cache is off.
 """
 
 from __future__ import annotations
@@ -234,8 +235,8 @@ def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
         [
             "# What frozen layer modules save on an accelerator",
             "",
-            f"Wall-clock time of iterations in bfloat16 on {made_with['accelerator']}, torch {made_with['torch']}, batches of "
-            "made-up data. [How it is measured](../../micro/accelerator.py).",
+            f"Wall-clock time of iterations in bfloat16 on {made_with['accelerator']}, torch {made_with['torch']}, "
+            "batches of made-up data. [How it is measured](../../micro/accelerator.py).",
             "",
             "| model | way | frozen | iteration | saved (quartiles of rounds) | most memory |",
             "| --- | --- | --- | ---: | ---: | ---: |",

@@ -4,9 +4,9 @@
     python examples/cluster/ray_train.py --workers 1-2                as many as there is room for at the time
     ray job submit --working-dir . -- python examples/cluster/ray_train.py --workers 2
 
-All other arguments are those of train.py; give `--directory` a place that all hosts have. A checkpoint is reported after
-each epoch; where a worker dies, all begin again from the last one, on as many workers as there are then, with what was
-frozen. Needs `pip install 'ray[train]>=2.51'`.
+All other arguments are those of train.py; give `--directory` a place that all hosts have. A checkpoint is reported
+after each epoch; where a worker dies, all begin again from the last one, on as many workers as there are then, with
+what was frozen. Needs `pip install 'ray[train]>=2.51'`.
 """
 
 from __future__ import annotations
