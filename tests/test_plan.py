@@ -90,10 +90,12 @@ def test_names_and_epochs_become_numbers_and_steps(text, expected):
 
 
 def test_a_name_that_is_none_or_several_and_epochs_of_unknown_length_are_refused():
-    with pytest.raises(ConfigError, match=r"found 'encoder\.5', which it does not have; 'encoder\.\d' is near"):
+    with pytest.raises(
+        ConfigError, match=r"found 'encoder\.5', which is none\. Give a whole name such as 'encoder\.\d'"
+    ):
         resolve("0.5:encoder.5", PARTS, 1.0)
     twice = [("left.block",), ("right.block",)]
-    with pytest.raises(ConfigError, match=r"found 'block', which is in left and right\. Give the whole name"):
+    with pytest.raises(ConfigError, match=r"found 'block', which is several\. Give a whole name such as 'left\.block'"):
         resolve("0.5:block", twice, 1.0)
     assert resolve("0.5:right.block", twice, 1.0) == "0.5:2"
     with pytest.raises(ConfigError, match="epochs needs a loader that has a length, found 'epoch 1:1'"):
@@ -130,10 +132,6 @@ def test_what_it_shows():
     assert str(shown) == text and Plan.parse(str(shown), MODULES, 100, "why not") == shown
     assert repr(shown) == f"<egeria plan '{text}' of 4 layer modules: why not>"
     assert "freezes nothing" in repr(plan(""))
-    picture = shown._repr_html_()
-    assert picture.startswith("<svg") and picture.endswith("</svg>")
-    assert 'x="200.0" y="36" width="100.0" height="12"' in picture and 'x="300.0" y="24"' in picture
-    assert Plan.parse("step 5:1")._repr_html_().count("<rect") == 1, "of a training of unknown length too"
 
 
 def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
@@ -353,7 +351,7 @@ def test_a_plan_that_names_what_the_model_has_not_is_refused_and_what_never_runs
     model = Named()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     arguments = {"total_steps": 10, "directory": tmp_path}
-    with pytest.raises(ConfigError, match=r"found 'body\.fourth', which it does not have"):
+    with pytest.raises(ConfigError, match=r"found 'body\.fourth', which is none"):
         egeria.attach(model, optimizer, plan="0.5:body.fourth", **arguments)
     with pytest.raises(ConfigError, match=r"found 'epoch 1:1' and none\. Pass the loader"):
         egeria.attach(model, optimizer, plan="epoch 1:1", **arguments)

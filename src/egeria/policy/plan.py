@@ -96,20 +96,6 @@ class Plan:
         what = f"of {len(self.modules)} layer modules" if self.modules else ""
         return f"<egeria plan {str(self) or 'freezes nothing'!r} {what}: {self.reason}>"
 
-    def _repr_html_(self) -> str:
-        """Return a picture for notebooks: frozen layer modules over the steps."""
-        total = self.total_steps or 2 * max((move.time for move in self.moves), default=1)
-        rows = len(self.modules) or 1 + max((move.depth for move in self.moves), default=0)
-        boxes = "".join(
-            f'<rect x="{400 * begin:.1f}" y="{12 * (rows - depth)}" '
-            f'width="{400 * (end - begin):.1f}" height="{12 * depth}" fill="#7aa6c2"/>'
-            for depth, begin, end in self._phases(total)
-        )
-        return (
-            f'<svg width="400" height="{12 * rows}" style="background:#eee" role="img">'
-            f"<title>Frozen layer modules of {rows} over the steps</title>{boxes}</svg>"
-        )
-
 
 def draw_up(modules: Sequence[str], pretrained: bool, total_steps: int | None) -> Plan:
     """Return the even plan for a pretrained model; of others nothing is frozen."""
@@ -166,12 +152,11 @@ def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
     if "" in found or len(found) == 1:
         return found.get("") or max(found.values())
     known = [held for own in modules for held in own]
-    near = difflib.get_close_matches(name, known, n=1) or known[-1:]
-    which = " and ".join(head[1:] for head in list(found)[:2])
-    is_in = f"is in {which}" if found else f"it does not have; {near[0]!r} is near"
+    near = difflib.get_close_matches(name, known, n=2) or known[-1:]
     raise ConfigError(
-        f"A plan names submodules of the model, found {name!r}, which {is_in}. Give the whole name "
-        "of one, or a number of layer modules."
+        f"A plan names one submodule of the model, found {name!r}, which is "
+        f"{'several' if found else 'none'}. Give a whole name such as {near[0]!r}, or a number of "
+        "layer modules."
     )
 
 

@@ -70,8 +70,7 @@ class Session:
         interval_steps = training.config.plasticity.interval_steps or usual
         self.clock = Clock(training.total_steps, interval_steps)
         self._environment, self._loader, self._controller = environment, loader, controller
-        self._forwards_per_step = 1
-        """Training calls of the model between two steps of the optimizer."""
+        self._forwards_per_step = 1  # training calls of the model between two optimizer steps
         self._status = Status(stage=first_stage(training.config.policy.name))
         self._has_started = self._has_ended = self._asks_first = self._is_lost = False
         self._meets = False
@@ -447,12 +446,16 @@ class Session:
         """Move the boundary of the cache to the depth that is frozen now."""
         if self._skipping is None or self.parts is None:
             return
-        clock, wants = self.clock, self.parts.policy.wants
-        move = wants.next_step(clock.step)
-        steady = None if move is None else float(move - clock.step)
+        clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps
+        ahead: list[float | None] = [wants.next_step(clock.step), clock.total_steps]
         if wants.interval_steps is not None and wants.plasticity_of is not None:
-            steady = float((2 * max(1, self._status.window) - 1) * clock.interval_steps)
-        self._skipping.follow(self.modules[: self.frozen], steady, clock.step, self._epoch_steps)
+            steady_steps = (2 * max(1, self._status.window) - 1) * clock.interval_steps
+            ahead[0] = clock.step + steady_steps
+        steps = min(
+            (max(0.0, step - clock.step) for step in ahead if step is not None), default=None
+        )
+        epochs = None if steps is None or epoch_steps is None else steps / epoch_steps
+        self._skipping.follow(self.modules[: self.frozen], epochs)
 
     # --- resuming --------------------------------------------------------------------------------
 

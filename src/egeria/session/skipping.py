@@ -32,33 +32,21 @@ NOT_DEALT_ONCE = (
 class Skipping:
     """Tells the cache where the boundary is, and for how many epochs it stays there."""
 
-    def __init__(self, training: Training, cache: Cache, reason: str) -> None:
-        self._training, self._cache, self._reason, self._depth = training, cache, reason, 0
+    def __init__(self, cache: Cache, reason: str) -> None:
+        self._cache, self._reason, self._depth = cache, reason, 0
 
-    def follow(
-        self,
-        frozen: Sequence[LayerModule],
-        steady_steps: float | None,
-        step: int,
-        epoch_steps: float | None,
-    ) -> None:
+    def follow(self, frozen: Sequence[LayerModule], epochs_ahead: float | None) -> None:
         """Move the boundary of the cache if layers were frozen or thawed since the last call.
 
         Args:
             frozen: the frozen layer modules, front to back.
-            steady_steps: for how many steps the boundary stays; None for the rest of the run.
-            step: optimizer steps so far.
-            epoch_steps: optimizer steps of an epoch; None where that is not known.
+            epochs_ahead: for how many epochs the boundary stays; None where that is not known.
         """
         if len(frozen) == self._depth:
             return
         self._depth = len(frozen)
         if not self._reason:
-            total_steps = self._training.total_steps
-            limits = [steady_steps, None if total_steps is None else max(0.0, total_steps - step)]
-            steps = min((limit for limit in limits if limit is not None), default=None)
-            epochs = None if steps is None or not epoch_steps else steps / epoch_steps
-            self._cache.follow(tuple(frozen), epochs)
+            self._cache.follow(tuple(frozen), epochs_ahead)
         elif frozen:
             self._cache.refuse(frozen[-1].name, self._reason)
 
@@ -93,7 +81,7 @@ def begin_skipping(
         num_local=_num_local(),
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    return Skipping(training, cache, _refusal(training, is_dealt_once))
+    return Skipping(cache, _refusal(training, is_dealt_once))
 
 
 def _num_local() -> int:
