@@ -368,6 +368,24 @@ def test_a_plan_that_names_what_the_model_has_not_is_refused_and_what_never_runs
     assert not read_journal(tmp_path).of(FaultCaught)
 
 
+@pytest.mark.parametrize("options", [{"lr": 0.01}, {"lr": 0.01, "momentum": 0.9}])
+def test_what_has_not_trained_yet_has_no_optimizer_state_and_no_gradient(options, tmp_path):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = (torch.optim.SGD if "momentum" in options else torch.optim.AdamW)(model.parameters(), **options)
+    front, head = [*model[:3].parameters()], [*model[3].parameters()]
+    with egeria.attach(model, optimizer, total_steps=8, plan="0:3 0.5:0", directory=tmp_path) as run:
+        for step in range(8):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            if step > 0:  # the first backward pass shows what can be frozen
+                assert all((entry.grad is None) == (step < 4) for entry in front)
+            optimizer.step()
+            assert all(optimizer.state[entry] for entry in head)
+            assert all((entry in optimizer.state) == (step >= 4) for entry in front)
+            optimizer.zero_grad()
+            run.step(loss)
+
+
 def test_a_run_whose_loss_explodes_thaws_and_says_why(tmp_path):
     training = Training(tmp_path, plan="0:2 0.75:1")
     for step in range(TOTAL):

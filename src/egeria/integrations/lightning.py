@@ -173,7 +173,11 @@ def _reason_to_decline(trainer: Any, pl_module: Any, config: Config) -> str:
     if _FOLLOWED.isdisjoint(strategies) or not _OTHERS.isdisjoint(strategies):
         return f"the strategy {strategies[0]} is not followed. Use strategy='ddp' where that fits"
     name, plan = config.policy.name, config.policy.plan or ""
-    if _total_steps(trainer) is None and name in PLANNED and not {"step", "epoch"} & set(plan.split()):
+    if (
+        _total_steps(trainer) is None
+        and name in PLANNED
+        and not {"step", "epoch"} & set(plan.split())
+    ):
         give = "Give Trainer(max_steps=...), or limit_train_batches as a number beside max_epochs"
         return f"the policy {name!r} needs the length of the training, which is unknown. {give}"
     return ""
