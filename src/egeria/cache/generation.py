@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
 from egeria.cache.probe import difference, prove
-from egeria.cache.rows import Store, count_rows, row_keys, true_lengths, true_positions
+from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
 from egeria.errors import brief
 from egeria.events import CacheUsed
 from egeria.model.batch import Batch
@@ -96,7 +96,9 @@ class Generation:
         self._served_s = deque[float](maxlen=REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
         """Seconds from one pass to the next, where both were of the same kind."""
-        self._last = (False, 0.0)
+        # Without waits CPU time of this thread, which leaves out what other programs take.
+        waits = boundary.device.type != "cpu" or isinstance(store, FileStore)
+        self._last, self._now = (False, 0.0), time.perf_counter if waits else time.thread_time
         self._is_doubted = False
         """Whether batches are computed for now, to see if that takes longer than to serve them."""
 
@@ -327,7 +329,7 @@ class Generation:
         (self._computed_s if self._is_doubted else self._served_s).clear()
 
     def _note_pace(self, *, is_served: bool) -> None:
-        now, (was_served, began) = time.perf_counter(), self._last
+        now, (was_served, began) = self._now(), self._last
         self._last = is_served, now
         if began and was_served == is_served:
             (self._served_s if is_served else self._computed_s).append(now - began)
