@@ -115,12 +115,6 @@ class Session:
         """The stage of the policy."""
         return self._status.stage
 
-    @property
-    def _epoch_steps(self) -> float | None:
-        """Optimizer steps of an epoch; None where the loader has no length."""
-        length = length_of(self._loader)
-        return length / self._forwards_per_step if length else None
-
     def step(self, loss: float | Tensor) -> bool:
         """Take in the loss of a batch; return whether something may have been journaled."""
         if not self.steps.take():
@@ -201,7 +195,7 @@ class Session:
             self._restore(engine)
         elif self.parts is not None:  # back to before its first step: the layer modules stay
             wrapper = ddp.find_wrapper(self.training.given)
-            self._install(make_parts(self.training, self.parts.cut, wrapper, self._epoch_steps))
+            self._install(make_parts(self.training, self.parts.cut, wrapper, self._epoch_steps()))
             self._asked = self.clock.step
             with self._guard("a decision"):
                 self._ask_first()
@@ -232,7 +226,7 @@ class Session:
             if refusal:
                 self._start_journal()
                 raise FreezingEndedError(refusal)
-            parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
+            parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps())
             self._install(parts)
             self._asks_first = True
             self._start_journal()
@@ -446,7 +440,7 @@ class Session:
         """Move the boundary of the cache to the depth that is frozen now."""
         if self._skipping is None or self.parts is None:
             return
-        clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps
+        clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps()
         ahead: list[float | None] = [wants.next_step(clock.step), clock.total_steps]
         if wants.interval_steps is not None and wants.plasticity_of is not None:
             steady_steps = (2 * max(1, self._status.window) - 1) * clock.interval_steps
@@ -550,6 +544,13 @@ class Session:
             action()
         except Exception as error:
             self.recorder.fault("leaving the model as it was found", error)
+
+    def _epoch_steps(self) -> float | None:
+        """Return the optimizer steps of an epoch, the same in all processes; None if unknown."""
+        length, calls = self._together(lambda: (length_of(self._loader), self._forwards_per_step))[
+            0
+        ]
+        return length / calls if length else None
 
     def _rate(self) -> float:
         return self.training.learning_rate(self.modules)
