@@ -83,7 +83,7 @@ class Generation:
         decline: Callable[[str, str], None],
     ) -> None:
         self.boundary, self.store, self.number = boundary, store, number
-        self._is_timed, self.decline = is_timed, decline
+        self.decline = decline
         self._epoch_batches = num_batches or UNKNOWN_EPOCH
         self._check_every = max(1, min(verify_batches, self._epoch_batches - 1))
         self._until_check, self._versions, self._waits = self._check_every, 0, 0
@@ -93,7 +93,7 @@ class Generation:
         self._seen = self._seen_again = 0
         """Rows since the last review, and those of them that were stored when they came."""
         self._largest_error, self._has_told = 0.0, False
-        self._served_s = deque[float](maxlen=REVIEWED)
+        self._served_s = deque[float](maxlen=REVIEWED if is_timed else 0)
         self._computed_s = deque[float](maxlen=REVIEWED)
         """Seconds from one pass to the next, where both were of the same kind."""
         # Without waits CPU time of this thread, which leaves out what other programs take.
@@ -315,10 +315,10 @@ class Generation:
                 "had been there before",
             )
             self._seen = self._seen_again = 0
-        is_compared = len(self._computed_s) >= COMPARED
-        if not self._is_timed or len(self._served_s) < REVIEWED or not is_compared:
+        if len(self._served_s) < REVIEWED or len(self._computed_s) < COMPARED:
             return
-        served_s, computed_s = map(statistics.median, (self._served_s, self._computed_s))
+        served_s = statistics.median([*self._served_s][-COMPARED if self._is_doubted else 0 :])
+        computed_s = statistics.median(self._computed_s)
         require(
             served_s < computed_s or not self._is_doubted,
             f"an iteration with stored activations takes {1e3 * served_s:.1f} ms, and "
