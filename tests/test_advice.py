@@ -96,6 +96,8 @@ def test_depths_between_those_that_were_measured_are_interpolated():
     assert saved_s == pytest.approx([depth * BACKWARD_S for depth in range(13)])
     with pytest.raises(ConfigError, match=r"shares of the training.*Divide"):
         advice.saving("step 5:1")
+    with pytest.raises(ConfigError, match="epochs"):
+        advice.saving("epoch 1:1")
 
 
 def test_it_says_where_freezing_is_worth_nothing():

@@ -394,6 +394,22 @@ def test_a_loader_without_a_length_is_told_what_gives_the_training_one(tmp_path)
     assert freezes(tmp_path / "steps") == freezes(tmp_path / "limited") == [(6, 1), (12, 2)]
 
 
+def test_a_plan_in_epochs_follows_whole_epochs_alone(tmp_path):
+    def train(folder: str, data: Any, **options: Any) -> None:
+        callback = EgeriaCallback(config={"policy": {"plan": "epoch 1:1"}}, directory=tmp_path / folder)
+        trainer_of(callback, **options).fit(Classifier(), data, loader(2))
+
+    train("whole", loader(), accumulate_grad_batches=2)
+    steps = -(-len(loader()) // 2)
+    assert freezes(tmp_path / "whole")[0] == (steps, 1)
+    for folder, data, options in (
+        ("limited", loader(), {"limit_train_batches": 2}),
+        ("endless", DataLoader(Endless(), batch_size=BATCH), {"max_steps": 20}),
+    ):
+        with pytest.warns(EgeriaWarning, match=r"epochs of its plan need one loader.*Give it in steps"):
+            train(folder, data, **options)
+
+
 def test_a_fast_development_run_leaves_nothing_behind(tmp_path):
     fit(EgeriaCallback(), fast_dev_run=2)
     assert not list(tmp_path.rglob("*.jsonl")) and not (tmp_path / "egeria_runs").exists()

@@ -10,9 +10,9 @@ from torch import nn
 
 import egeria
 from egeria import Config, ConfigError, StateError, read_journal
-from egeria.config.checks import read_plan
+from egeria.config.checks import read_plan, resolve
 from egeria.events import Declined, FaultCaught, ModuleFrozen, PlanMade, Thawed
-from egeria.policy import Interval, Plan, draw_up, find_maker, find_rule, resolve
+from egeria.policy import Interval, Plan, draw_up, find_maker, find_rule
 from egeria.policy.plan import even_moves
 
 MODULES = tuple("abcd")
@@ -68,7 +68,7 @@ def test_another_text_is_refused_with_what_was_found_and_the_next_step(text, sai
     assert f"found {text!r}" in message and "Correct it" in message
 
 
-PARTS = [("embeddings",), ("encoder.0-encoder.1", "encoder.0", "encoder.1"), ("encoder.2",), ("head",)]
+PARTS = [("embeddings",), ("encoder.0", "encoder.1"), ("encoder.2", "encoder.2.dense"), ("head",)]
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,15 @@ PARTS = [("embeddings",), ("encoder.0-encoder.1", "encoder.0", "encoder.1"), ("e
         ("0.1:encoder 0.5:0", "0.1:3 0.5:0"),
         ("step 5:encoder.2.dense", "step 5:3"),
         ("epoch 2:embeddings", "step 50:1"),
+        ("epoch 1.12:1", "step 28:1"),  # 1.12 * 25 is a little more than 28
+        ("0.5:encoder.0-encoder.1", "0.5:2"),  # as `run.modules` has it
         ("epoch 0.1:20", "step 3:20"),
     ],
 )
 def test_names_and_epochs_become_numbers_and_steps(text, expected):
     for prefix in ("", "model.bert."):
         parts = [tuple(prefix + name for name in names) for names in PARTS]
-        if not prefix or "dense" not in text:  # what lies within a layer module goes by its whole name
-            assert resolve(text, parts, 25.0) == expected
+        assert resolve(text, parts, 25.0) == expected
     assert resolve(expected, parts, None) == expected, "what needs no length asks for none"
 
 
@@ -114,8 +115,7 @@ def test_shares_need_the_length_of_the_training_and_all_are_in_the_order_of_time
 
 def test_more_than_there_are_means_all_but_the_last_and_fewer_thaw():
     assert depths("0.1:9 0.5:1 0.7:0", [0, 10, 50, 70, 100]) == [0, 3, 1, 0, 0]
-    assert plan("0.1:9").freezes and not plan("0.1:0").freezes and not plan("").freezes
-    assert not plan("0.1:9", modules=("only",)).freezes
+    assert depths("0.1:9", [100], modules=("only",)) == [0]
     assert plan("0.1:9 0.335:1 step 70:0").steps == (10, 34, 70)
 
 
@@ -144,8 +144,8 @@ def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
 
 def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
     scratch, unknown = draw_up(MODULES, False, 1000), draw_up(MODULES, True, None)
-    assert not scratch.freezes and "from scratch; policy='egeria'" in scratch.reason
-    assert not unknown.freezes and "total_steps is not known; pass it" in unknown.reason
+    assert not scratch.moves and "from scratch; policy='egeria'" in scratch.reason
+    assert not unknown.moves and "total_steps is not known; pass it" in unknown.reason
 
 
 def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
@@ -198,6 +198,8 @@ def test_asked_at_any_step_it_returns_the_depth_of_the_newest_move():
         ([1.0, None], "is not finite"),
         ([4.0, 1.0, 2.5], None),  # it was higher before: noise
         ([1.0, 1.9, 3.7], None),
+        ([-0.9, -0.89], None),  # of a cosine similarity, say
+        ([-1.0, 0.5], "rose from -1 to 0.5"),
         ([0.0, 0.0], None),
     ],
 )
@@ -327,13 +329,20 @@ class Named(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.parametrize("before", ["nothing", "a dry pass", "a step that is skipped"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_plan_in_epochs_and_names_is_followed_to_the_step(accumulation, tmp_path):
+def test_a_plan_in_epochs_and_names_is_followed_to_the_step(accumulation, before, tmp_path):
     torch.manual_seed(0)
     model, batches = Named(), [torch.randn(4, 8) for _ in range(12)]
     optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.01), 12 // accumulation
-    plan = "epoch 1:body.second epoch 2.5:0"
+    plan = "epoch 1:second epoch 2.5:0"
     run = egeria.attach(model, optimizer, batches, total_steps=4 * steps, plan=plan, directory=tmp_path)
+    if before != "nothing":
+        loss = model(batches[0]).sum()
+        if before == "a step that is skipped":  # as GradScaler does
+            loss.backward()
+            optimizer.zero_grad()
+            run.step(loss)
     for number, batch in enumerate(batches * 4, start=1):
         loss = model(batch).square().mean()
         (loss / accumulation).backward()
@@ -353,9 +362,10 @@ def test_a_plan_that_names_what_the_model_has_not_is_refused_and_what_never_runs
     arguments = {"total_steps": 10, "directory": tmp_path}
     with pytest.raises(ConfigError, match=r"found 'body\.fourth', which is none"):
         egeria.attach(model, optimizer, plan="0.5:body.fourth", **arguments)
+    ordered = {"loader": range(40), "plan": "epoch 1:1 0.5:2"}  # it is, with four micro-batches for a step
+    egeria.attach(model, optimizer, **ordered, **arguments).close()
     with pytest.raises(ConfigError, match=r"found 'epoch 1:1' and none\. Pass the loader"):
         egeria.attach(model, optimizer, plan="epoch 1:1", **arguments)
-    assert not list(tmp_path.iterdir())
     with (
         egeria.attach(model, optimizer, plan="0.5:unused", **arguments) as run,
         pytest.warns(UserWarning, match="unused"),
@@ -399,9 +409,19 @@ def test_a_run_whose_loss_explodes_thaws_and_says_why(tmp_path):
     assert moves(tmp_path)[3:] == [(30, 1)], "the plan goes on with its next move"
 
 
-def test_policies_without_a_plan_have_none(tmp_path):
+def test_a_refused_depth_is_asked_for_once():
+    policy = make(plan="0.5:1 0.7:2")
+    assert policy.observe(Interval(step=50, frozen=0)).frozen == 1
+    assert policy.observe(Interval(step=60, frozen=0, num_steps=10, loss=1.0)) is None
+    assert policy.observe(Interval(step=70, frozen=0, num_steps=10, loss=1.0)).frozen == 2
+
+
+def test_policies_without_a_plan_have_none_and_resume(tmp_path):
     for policy in ("egeria", "none"):
         training = Training(tmp_path / policy, policy=policy, total_steps=None).train(1)
+        resumed = Training(tmp_path / f"{policy} resumed", policy=policy, total_steps=None)
+        resumed.run.load_state_dict(training.run.state_dict())
+        resumed.run.close()
         assert training.run.plan is None and not read_journal(tmp_path / policy).of(PlanMade)
         training.run.close()
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from egeria import tree
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import check, count, read_plan, wrong_plan
+from egeria.config.checks import check, count, read_plan, resolve, wrong_plan
 from egeria.distributed.ranks import world_size
 from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
@@ -86,6 +86,7 @@ class Advice:
     def saving(self, plan: str) -> float:
         """Return the share of the training time that a plan saves, such as "0.5:2 0.75:3"."""
         check("plan", plan, wrong_plan)
+        plan = resolve(plan, [(name,) for name in self.modules], None)
         if any(move.is_step for move in read_plan(plan)):
             raise ConfigError(
                 f'plan takes shares of the training such as "0.5:2", found {plan!r}. Divide by all.'

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from egeria.errors import ConfigError
@@ -97,6 +98,7 @@ _MOVE = re.compile(
     r"(?:step\s+(?P<step>\d+)|epoch\s+(?P<epoch>\d+\.?\d*)|(?P<share>\d+\.?\d*|\.\d+))"
     r":(?:(?P<depth>\d+)|(?P<name>(?=\S*[A-Za-z_])\w[\w.-]*))(?=\s|$)"
 )
+ROUNDING = 1e-9  # a moment must not miss a whole step by an error in the last digit
 _UNITS = {"share": "shares of the steps", "step": "steps", "epoch": "epochs"}
 
 
@@ -119,27 +121,27 @@ class Move(NamedTuple):
 
 
 def read_plan(text: str) -> tuple[Move, ...]:
-    """Return the moves of a text that `without_names` gave."""
+    """Return the moves of a text that `resolve` gave."""
     return tuple(
         Move(float(found["step"] or found["share"]), int(found["depth"]), bool(found["step"]))
         for found in _MOVE.finditer(text)
     )
 
 
-def without_names(text: str, depth_of: Callable[[str], int], epoch_steps: float | None) -> str:
+def resolve(text: str, modules: Sequence[Sequence[str]], epoch_steps: int | None) -> str:
     """Return the text of a plan with steps for epochs, and numbers for names of layer modules.
 
     Args:
         text: one that `wrong_plan` finds nothing wrong with.
-        depth_of: returns how many layer modules there are up to and with that of a name.
+        modules: names of the submodules in each layer module, front to back.
         epoch_steps: optimizer steps of an epoch; None where that is not known.
 
     Raises:
-        ConfigError: it has epochs, and their length is not known.
+        ConfigError: a name is not one of them, or epochs have no known length.
     """
 
     def plain(found: re.Match[str]) -> str:
-        depth = found["depth"] or depth_of(found["name"])
+        depth = found["depth"] or _find_depth(modules, found["name"].rpartition("-")[2])
         if found["epoch"] is None:
             return f"{found[0].partition(':')[0]}:{depth}"
         if epoch_steps is None:
@@ -147,9 +149,32 @@ def without_names(text: str, depth_of: Callable[[str], int], epoch_steps: float 
                 f"A plan with epochs needs a loader that has a length, found {text!r} and none. "
                 "Pass the loader to attach, or give steps or shares."
             )
-        return f"step {math.ceil(float(found['epoch']) * epoch_steps)}:{depth}"
+        return f"step {math.ceil(float(found['epoch']) * epoch_steps - ROUNDING)}:{depth}"
 
     return " ".join(map(plain, _MOVE.finditer(text)))
+
+
+def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
+    """Return how many layer modules there are up to and with the last one of a name.
+
+    The name is that of a submodule or the end of it, such as "encoder.layer.5"; the submodule may
+    lie in a layer module, or hold several.
+    """
+    found = dict[str, int]()  # by what stands before the name
+    for depth, own in enumerate(modules, start=1):
+        for held in own:
+            head, match, _ = f".{held}.".partition(f".{name}.")
+            if match:
+                found[head] = depth
+    if "" in found or len(found) == 1:
+        return found.get("") or max(found.values())
+    known = [held for own in modules for held in own]
+    near = difflib.get_close_matches(name, known, n=2) or known[-1:]
+    raise ConfigError(
+        f"A plan names one submodule of the model, found {name!r}, which is "
+        f"{'several' if found else 'none'}. Give a whole name such as {near[0]!r}, or a number of "
+        "layer modules."
+    )
 
 
 def wrong_plan(text: Any) -> str:

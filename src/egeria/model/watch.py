@@ -115,6 +115,8 @@ class Watch:
         if module is self._model:
             self._stack.clear()
             self._end_pass()
+            if all(parameter.grad is None for parameter in module.parameters()):
+                self.num_calls = 0  # the step that it was part of was left out, or is not over
         if _current_backward() == -1 and (self._stack or torch.is_grad_enabled()):
             self._settle()
             self._stack.append(module)

@@ -20,7 +20,7 @@ from egeria.policy.base import (
     Wants,
 )
 from egeria.policy.paper import EgeriaPolicy
-from egeria.policy.plan import PLANNED, Plan, PlanPolicy, draw_up, find_plan, resolve
+from egeria.policy.plan import PLANNED, Plan, PlanPolicy, draw_up, find_plan
 from egeria.policy.schedules import (
     RULES,
     Moment,
@@ -33,6 +33,7 @@ from egeria.policy.schedules import (
 __all__ = [
     "BOOTSTRAPPING",
     "KNOWLEDGE_GUIDED",
+    "PLANNED",
     "POLICIES",
     "RULES",
     "Depth",
@@ -53,7 +54,6 @@ __all__ = [
     "find_plan",
     "find_rule",
     "first_stage",
-    "resolve",
     "rule_for_schedule",
 ]
 

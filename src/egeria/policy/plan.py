@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import Move, read_plan, without_names
+from egeria.config.checks import ROUNDING, Move, read_plan
 from egeria.errors import ConfigError
 from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
 EVEN_START = 0.5  # share of the steps after which an even plan begins to freeze (record 0033)
-ROUNDING = 1e-9  # a share of the steps must not miss a whole step by an error in the last digit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +55,6 @@ class Plan:
                 f"{text!r} for {total_steps} steps. Sort its entries."
             )
         return cls(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
-
-    @property
-    def freezes(self) -> bool:
-        """Whether anything is ever frozen."""
-        return any(self._depth(move) for move in self.moves)
 
     def depth_at(self, step: int) -> int:
         """Return how many layer modules are frozen once `step` optimizer steps are done."""
@@ -123,43 +115,6 @@ def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
     return tuple(Move(time, depth) for depth, time in enumerate(times, start=1))
 
 
-def resolve(text: str, modules: Sequence[Sequence[str]], epoch_steps: float | None) -> str:
-    """Return the text of a plan with steps for epochs, and numbers for names of layer modules.
-
-    Args:
-        text: of the plan.
-        modules: names of the submodules in each layer module, front to back.
-        epoch_steps: optimizer steps of an epoch; None where that is not known.
-
-    Raises:
-        ConfigError: a name is none of them, or there are epochs and their length is not known.
-    """
-    return without_names(text, partial(_find_depth, modules), epoch_steps)
-
-
-def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
-    """Return how many layer modules there are up to and with the last one of a name.
-
-    The name is that of a submodule or the end of it, such as "encoder.layer.5"; the submodule may
-    lie in a layer module, or hold several.
-    """
-    found = dict[str, int]()  # by what stands before the name
-    for depth, own in enumerate(modules, start=1):
-        for held in own:
-            head, match, _ = f".{held}.".partition(f".{name}.")
-            if match or f"{name}.".startswith(f"{held}."):
-                found[head if match else ""] = depth
-    if "" in found or len(found) == 1:
-        return found.get("") or max(found.values())
-    known = [held for own in modules for held in own]
-    near = difflib.get_close_matches(name, known, n=2) or known[-1:]
-    raise ConfigError(
-        f"A plan names one submodule of the model, found {name!r}, which is "
-        f"{'several' if found else 'none'}. Give a whole name such as {near[0]!r}, or a number of "
-        "layer modules."
-    )
-
-
 def find_plan(
     settings: PolicyConfig, modules: Sequence[str], pretrained: bool, total_steps: int | None
 ) -> Plan | None:
@@ -177,8 +132,9 @@ def find_plan(
 class PlanPolicy:
     """'plan', 'static', 'linear': follows a plan, to the step. 'none': a plan that never moves.
 
-    A loss that is not finite, or doubles within an interval to more than it ever was, thaws
-    everything until the plan's next move. A resumed run goes on with the plan of its beginning.
+    The loss of a whole interval that is not finite, or twice that of the one before and more than
+    it ever was, thaws everything until the plan's next move. A resumed run goes on with the plan
+    that it began with.
     """
 
     def __init__(
@@ -212,7 +168,8 @@ class PlanPolicy:
             return Depth(0, reason)
         move = self.wants.next_step(self._thawed_at) or math.inf
         depth = 0 if 0 <= self._thawed_at <= step < move else self._depth(step)
-        if depth == interval.frozen:
+        # What was refused is not asked for again at the end of each interval.
+        if depth == interval.frozen or (interval.num_steps and step not in self.wants.steps):
             return None
         done = f"{step / total:.1%} of the training is" if total else f"{step} steps are"
         what = f"{depth} layer module{'' if depth == 1 else 's'}" if depth else "nothing"
@@ -220,19 +177,17 @@ class PlanPolicy:
 
     def _judge_loss(self, interval: Interval) -> str:
         """Take in the loss of an interval; return why it is no time to have anything frozen."""
-        before, loss = self._loss, interval.loss
+        before, highest, loss = self._loss, self._highest, interval.loss
         if loss is None or not math.isfinite(loss):
             return "the training loss is not finite"
-        highest, self._loss = self._highest, loss
-        self._highest = max(highest, loss)
-        if loss > 2 * before and loss > highest:
+        self._loss, self._highest = loss, max(highest, loss)
+        if loss > before + abs(before) and loss > highest:
             return f"the training loss rose from {before:.3g} to {loss:.3g} within an interval"
         return ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the text of the plan, and what was seen of the loss."""
-        seen = [self._loss, self._highest, self._thawed_at]
-        return {"plan": str(self.plan), "seen": seen}
+        return {"plan": str(self.plan), "seen": [self._loss, self._highest, self._thawed_at]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the plan that the run began with."""

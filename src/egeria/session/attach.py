@@ -34,7 +34,7 @@ from egeria.session.session import Session
 from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.training import Training
 
-STATE_SCHEMA = 3
+STATE_SCHEMA = 4
 _GO_ON = "Take an earlier checkpoint, or go on without loading it."
 _TOO_FEW = "Without it nothing is measured or frozen: call run.step(loss) after each optimizer step"
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from egeria.config import Config, PolicyConfig
+from egeria.config.checks import resolve
 from egeria.distributed import ddp
 from egeria.distributed.ranks import together, world_size
 from egeria.distributed.refuse import reason_to_decline
@@ -25,7 +26,6 @@ from egeria.policy import (
     find_maker,
     find_plan,
     find_rule,
-    resolve,
     rule_for_schedule,
 )
 
@@ -161,11 +161,13 @@ def check_plan(
     settings: PolicyConfig, model: nn.Module, loader: Any, total_steps: int | None
 ) -> None:
     """Raise ConfigError where the plan of the settings does not fit the training."""
+    has_epochs = "epoch" in (settings.plan or "").split()
     if settings.plan is not None:
-        leaves = [(name,) for name, part in model.named_modules() if not [*part.children()]]
-        settings = replace(settings, plan=resolve(settings.plan, leaves, length_of(loader)))
-    # The fewest layer modules of which a plan that is drawn up freezes one.
-    find_plan(settings, ("",) * 3, True, total_steps)
+        names = [(name,) for name, _ in model.named_modules()]
+        settings = replace(settings, plan=resolve(settings.plan, names, length_of(loader)))
+    if not has_epochs:  # whose length is known from the first step on
+        # The fewest layer modules of which a plan that is drawn up freezes one.
+        find_plan(settings, ("",) * 3, True, total_steps)
 
 
 def _schedule_names(scheduler: Any) -> list[str]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from egeria.config.checks import resolve
 from egeria.errors import ConfigError
 from egeria.events import PlanMade, RunStarted
 from egeria.model.cut import Cut
-from egeria.policy import Plan, PlanPolicy, Policy, find_maker, find_plan, resolve
+from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
 from egeria.session.training import Training
@@ -63,15 +64,17 @@ def make_parts(
     training: Training,
     cut: Cut,
     wrapper: Any,
-    epoch_steps: float | None = None,
+    epoch_steps: int | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Make the parts of a run, or of a resumed one by its saved state; nothing is frozen yet."""
     names, settings = tuple(module.name for module in cut.modules), training.config.policy
-    if engine is not None and "plan" in engine["policy"]:
+    if engine is not None and settings.name in PLANNED:
         settings = replace(settings, plan=engine["policy"]["plan"])
     elif settings.plan is not None:
-        held = [(module.name, *module.submodules) for module in cut.modules]
+        known = [f"{name}." for name, _ in training.model.named_modules()]
+        starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
+        held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
     plan = find_plan(settings, names, training.is_pretrained, training.total_steps)
     if plan is not None:

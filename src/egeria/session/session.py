@@ -70,7 +70,7 @@ class Session:
         interval_steps = training.config.plasticity.interval_steps or usual
         self.clock = Clock(training.total_steps, interval_steps)
         self._environment, self._loader, self._controller = environment, loader, controller
-        self._forwards_per_step = 1  # training calls of the model between two optimizer steps
+        self._epoch_steps: int | None = None  # where the length of the loader is known
         self._status = Status(stage=first_stage(training.config.policy.name))
         self._has_started = self._has_ended = self._asks_first = self._is_lost = False
         self._meets = False
@@ -156,7 +156,7 @@ class Session:
                 "asked": self._asked,
                 "asks_first": self._asks_first,
                 "detaches": parts.applier.detaches,
-                "forwards_per_step": self._forwards_per_step,
+                "epoch_steps": self._epoch_steps,
                 "plan_reason": self.plan.reason if self.plan else "",
                 "evaluator": parts.evaluation.state_dict() if parts.evaluation else None,
             }
@@ -195,7 +195,7 @@ class Session:
             self._restore(engine)
         elif self.parts is not None:  # back to before its first step: the layer modules stay
             wrapper = ddp.find_wrapper(self.training.given)
-            self._install(make_parts(self.training, self.parts.cut, wrapper, self._epoch_steps()))
+            self._install(make_parts(self.training, self.parts.cut, wrapper, self._epoch_steps))
             self._asked = self.clock.step
             with self._guard("a decision"):
                 self._ask_first()
@@ -217,7 +217,7 @@ class Session:
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
         first.close()
-        self._forwards_per_step = max(1, first.watch.num_calls)
+        length, calls = length_of(self._loader), max(1, first.watch.num_calls)
         self._meets = world_size() > 1
         with self._guard("cutting the model"):
             if torch._C._current_graph_task_id() != -1:
@@ -226,7 +226,8 @@ class Session:
             if refusal:
                 self._start_journal()
                 raise FreezingEndedError(refusal)
-            parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps())
+            self._epoch_steps = self._together(lambda: length and math.ceil(length / calls))[0]
+            parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
             self._install(parts)
             self._asks_first = True
             self._start_journal()
@@ -440,7 +441,7 @@ class Session:
         """Move the boundary of the cache to the depth that is frozen now."""
         if self._skipping is None or self.parts is None:
             return
-        clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps()
+        clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps
         ahead: list[float | None] = [wants.next_step(clock.step), clock.total_steps]
         if wants.interval_steps is not None and wants.plasticity_of is not None:
             steady_steps = (2 * max(1, self._status.window) - 1) * clock.interval_steps
@@ -459,7 +460,7 @@ class Session:
         self.training.norms.update(norms)
         try:
             wrapper = ddp.find_wrapper(self.training.given)
-            parts = make_parts(self.training, cut, wrapper, engine=engine)
+            parts = make_parts(self.training, cut, wrapper, engine["epoch_steps"], engine)
         except BaseException:
             self.training.norms.update(came_trained)
             raise
@@ -480,7 +481,7 @@ class Session:
             parts.evaluation.load_state_dict(engine["evaluator"])
         parts.applier.detaches = engine["detaches"]
         parts.applier.restore(engine["frozen"])
-        self._forwards_per_step = engine["forwards_per_step"]
+        self._epoch_steps = engine["epoch_steps"]
         self._asked, self._asks_first = int(engine["asked"]), bool(engine["asks_first"])
         self._look_ahead(parts)
         self._follow_boundary()
@@ -544,13 +545,6 @@ class Session:
             action()
         except Exception as error:
             self.recorder.fault("leaving the model as it was found", error)
-
-    def _epoch_steps(self) -> float | None:
-        """Return the optimizer steps of an epoch, the same in all processes; None if unknown."""
-        length, calls = self._together(lambda: (length_of(self._loader), self._forwards_per_step))[
-            0
-        ]
-        return length / calls if length else None
 
     def _rate(self) -> float:
         return self.training.learning_rate(self.modules)
