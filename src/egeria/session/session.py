@@ -449,7 +449,7 @@ class Session:
         steps = min(
             (max(0.0, step - clock.step) for step in ahead if step is not None), default=None
         )
-        epochs = None if steps is None or epoch_steps is None else steps / epoch_steps
+        epochs = None if steps is None or not epoch_steps else steps / epoch_steps
         self._skipping.follow(self.modules[: self.frozen], epochs)
 
     # --- resuming --------------------------------------------------------------------------------
