@@ -134,9 +134,9 @@ def test_it_ends_where_iterations_do_not_become_shorter(slower, tmp_path):
     def call(model, inputs):
         before = model.blocks[0].num_calls
         output = model(inputs)
-        if model.blocks[0].num_calls == before:
-            has_served.append(True)
-        if model.blocks[0].num_calls == before if is_slower else has_served and slower == "the machine":
+        is_served = model.blocks[0].num_calls == before
+        has_served.extend([True] * is_served)
+        if {"served iterations": is_served, "the machine": has_served}.get(slower):
             work(0.03)
         return output
 
