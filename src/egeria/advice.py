@@ -38,6 +38,7 @@ from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
 from egeria.session import Run, attach
 from egeria.session.checks import read_config, unwrap_loader
+from egeria.session.training import is_adaptive
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NUM_BATCHES = 8
@@ -235,7 +236,14 @@ class _Training:
             modules=modules,
             costs=tuple(median_low(found[depth]) for depth in sorted(found)),
             # In shares of the steps, whatever their number.
-            plan=str(draw_up(modules, bool(settings.policy.pretrained), total_steps=1)),
+            plan=str(
+                draw_up(
+                    modules,
+                    total_steps=1,
+                    pretrained=bool(settings.policy.pretrained),
+                    adaptive=is_adaptive(self.optimizers),
+                )
+            ),
             reading_s=reading_s,
             obstacles=tuple(dict.fromkeys(obstacles)),
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from egeria.config import Config, PolicyConfig
@@ -14,7 +15,10 @@ from egeria.errors import ConfigError
 from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
-EVEN_START = 0.5  # share of the steps after which an even plan begins to freeze (record 0033)
+JUDGED_STEPS = 8  # the loss of fewer steps tells little
+ALONE = 0.25  # share of the steps in which the last layer module trains alone
+LATE_START = 0.7  # share of the steps after which modules freeze evenly, behind such a phase
+EVEN_START = 0.5  # the same without one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,17 +73,13 @@ class Plan:
 
     def skipped_share(self, backward_shares: Sequence[float]) -> float:
         """Return the share of the compute that it skips, given those of the backward passes."""
-        phases = self._phases(self.total_steps) if self.total_steps else ()
-        lengths = ((depth, min(1.0, end) - begin) for depth, begin, end in phases if begin < 1)
-        return sum(length * sum(backward_shares[:depth]) for depth, length in lengths)
+        total = self.total_steps or 1
+        times = [min(move.step(self.total_steps), total) / total for move in self.moves] + [1.0]
+        phases = zip(map(self._depth, self.moves), times, times[1:], strict=False)
+        return sum((end - begin) * sum(backward_shares[:depth]) for depth, begin, end in phases)
 
     def _depth(self, move: Move) -> int:
         return min(move.depth, len(self.modules) - 1) if self.modules else move.depth
-
-    def _phases(self, total: float) -> Iterator[tuple[int, float, float]]:
-        """Yield how many are frozen, and from and to which share of `total` steps."""
-        times = [move.step(self.total_steps) / total for move in self.moves] + [1.0]
-        return zip(map(self._depth, self.moves), times, times[1:], strict=False)
 
     def __str__(self) -> str:
         return " ".join(map(str, self.moves))
@@ -89,16 +89,32 @@ class Plan:
         return f"<egeria plan {str(self) or 'freezes nothing'!r} {what}: {self.reason}>"
 
 
-def draw_up(modules: Sequence[str], pretrained: bool, total_steps: int | None) -> Plan:
-    """Return the even plan for a pretrained model; of others nothing is frozen."""
+def draw_up(
+    modules: Sequence[str], total_steps: int | None, *, pretrained: bool, adaptive: bool
+) -> Plan:
+    """Return the plan of a training; that of a model trained from scratch freezes nothing.
+
+    Args:
+        modules: names of the layer modules, front to back.
+        total_steps: optimizer steps of the training; None where that is not known.
+        pretrained: whether the weights come from an earlier training.
+        adaptive: whether the optimizers scale each parameter's steps, as Adam does. Then the last
+            layer module may begin alone; a step of SGD is as long as its gradient, and what has
+            been fitted by then leaves the others little of that (record 0048).
+    """
     moves: tuple[Move, ...] = ()
     if not pretrained:
         reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
     elif total_steps is None:
         reason = "total_steps is not known; pass it to attach"
     else:
-        moves = even_moves(len(modules))
-        reason = f"the model is pretrained: one after the other from {EVEN_START:.0%} of the steps"
+        start, alone = (LATE_START, ALONE) if adaptive else (EVEN_START, 0.0)
+        moves = even_moves(len(modules), start)
+        reason = f"from {start:.0%} of the steps on one layer module after the other freezes"
+        if alone and len(modules) > 1:
+            moves = (Move(0.0, len(modules) - 1), Move(alone, 0), *moves)
+            reason = f"the last layer module trains alone up to {alone:.0%}, and {reason}"
+        reason = f"the model is pretrained: {reason}"
     return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
 
@@ -116,7 +132,7 @@ def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
 
 
 def find_plan(
-    settings: PolicyConfig, modules: Sequence[str], pretrained: bool, total_steps: int | None
+    settings: PolicyConfig, modules: Sequence[str], total_steps: int | None, **facts: bool
 ) -> Plan | None:
     """Return the plan that settings give, name or leave to `draw_up`; None if they follow none."""
     if settings.name not in PLANNED:
@@ -126,15 +142,14 @@ def find_plan(
     if settings.name == "linear":
         text = " ".join(map(str, even_moves(len(modules), settings.start)))
         return Plan.parse(text, modules, total_steps, "the even plan of policy 'linear'")
-    return draw_up(modules, pretrained, total_steps)
+    return draw_up(modules, total_steps, **facts)
 
 
 class PlanPolicy:
     """'plan', 'static', 'linear': follows a plan, to the step. 'none': a plan that never moves.
 
-    The loss of a whole interval that is not finite, or twice that of the one before and more than
-    it ever was, thaws everything until the plan's next move. A resumed run goes on with the plan
-    that it began with.
+    A loss that is not finite, or twice that of the steps before and more than it ever was, thaws
+    everything until the plan's next move. A resumed run goes on with the plan that it began with.
     """
 
     def __init__(
@@ -146,11 +161,11 @@ class PlanPolicy:
         total_steps: int | None,
         **_: Any,
     ) -> None:
-        settings, self._deepest, self._total_steps = config.policy, deepest, total_steps
-        self._loss, self._highest = math.inf, -math.inf  # of the newest interval, and of all
+        self._deepest, self._total_steps = deepest, total_steps
+        self._loss, self._highest = math.inf, -math.inf  # of the newest steps judged, and of all
+        self._losses = list[float | None]()  # of the steps since then
         self._thawed_at = -1  # the step at which the loss thawed, until the next move
-        found = find_plan(settings, modules, settings.pretrained is True, total_steps)
-        self._follow(found or Plan(moves=(), modules=tuple(modules), total_steps=total_steps))
+        self._follow(Plan.parse(config.policy.plan or "", modules, total_steps))
 
     def _follow(self, plan: Plan) -> None:
         self.plan = plan
@@ -177,21 +192,27 @@ class PlanPolicy:
 
     def _judge_loss(self, interval: Interval) -> str:
         """Take in the loss of an interval; return why it is no time to have anything frozen."""
-        before, highest, loss = self._loss, self._highest, interval.loss
-        if loss is None or not math.isfinite(loss):
+        self._losses += [interval.loss] * interval.num_steps
+        if len(self._losses) < JUDGED_STEPS:
+            return ""
+        losses = [loss for loss in self._losses if loss is not None]
+        self._losses, before, highest = [], self._loss, self._highest
+        if not losses:
             return "the training loss is not finite"
-        self._loss, self._highest = loss, max(highest, loss)
+        loss = self._loss = fmean(losses)
+        self._highest = max(highest, loss)
         if loss > before + abs(before) and loss > highest:
             return f"the training loss rose from {before:.3g} to {loss:.3g} within an interval"
         return ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the text of the plan, and what was seen of the loss."""
-        return {"plan": str(self.plan), "seen": [self._loss, self._highest, self._thawed_at]}
+        seen = [self._loss, self._highest, self._thawed_at, *self._losses]
+        return {"plan": str(self.plan), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the plan that the run began with."""
-        self._loss, self._highest, self._thawed_at = state["seen"]
+        self._loss, self._highest, self._thawed_at, *self._losses = state["seen"]
         if state["plan"] != str(self.plan):
-            told = "the run began with it"
-            self._follow(Plan.parse(state["plan"], self.plan.modules, self._total_steps, told))
+            modules, total = self.plan.modules, self._total_steps
+            self._follow(Plan.parse(state["plan"], modules, total, "the run began with it"))

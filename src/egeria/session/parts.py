@@ -13,7 +13,7 @@ from egeria.model.cut import Cut
 from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
-from egeria.session.training import Training
+from egeria.session.training import Training, is_adaptive
 
 if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
@@ -35,8 +35,8 @@ class Parts:
         """Journal the plan, and what can never be frozen, such as dropped blocks."""
         modules, recorder, applier = self.cut.modules, self.training.recorder, self.applier
         if applier.deepest < len(modules) - 1:
-            name = modules[applier.deepest].name
-            recorder.decline(f"freezing {name} and what follows", applier.limit)
+            what = f"freezing {modules[applier.deepest].name} and what follows"
+            recorder.decline(what, applier.limit)
         if dropped:
             recorder.decline(
                 f"freezing {', '.join(dropped)}",
@@ -46,8 +46,14 @@ class Parts:
             return
         trained = [applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
         skipped = self.plan.skipped_share(backward_shares([m.share for m in modules], trained))
-        plan, reason, step = str(self.plan), self.plan.reason, recorder.step
-        recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
+        recorder.write(
+            PlanMade(
+                step=recorder.step,
+                plan=str(self.plan),
+                reason=self.plan.reason,
+                skipped_share=skipped,
+            )
+        )
 
     def announce_resumed(self, cut_by: Mapping[str, Any]) -> None:
         """Say where a resumed run keeps a cut that was made with other settings."""
@@ -76,7 +82,8 @@ def make_parts(
         starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
-    plan = find_plan(settings, names, training.is_pretrained, training.total_steps)
+    facts = {"pretrained": training.is_pretrained, "adaptive": is_adaptive(training.optimizers)}
+    plan = find_plan(settings, names, training.total_steps, **facts)
     if plan is not None:
         settings = replace(settings, plan=str(plan))
     applier = Applier(training, cut, wrapper)

@@ -22,6 +22,11 @@ from egeria.model.watch import Watch
 from egeria.policy import UnfreezeRule
 
 
+def is_adaptive(optimizers: Sequence[Any]) -> bool:
+    """Return whether all optimizers scale the steps of each parameter, as Adam and its kin do."""
+    return all("betas" in group for entry in optimizers for group in entry.param_groups)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """The model, its optimizers, and where events are noted."""
