@@ -134,7 +134,7 @@ def test_it_shows_the_layer_modules_and_the_default_plan_of_attach(is_trained):
         skipped = sum(name.endswith("1.weight") for name in run.modules[0].parameters)  # as many are in the first
     assert advice.saving("0:1") * advice.costs[0].iteration_s == pytest.approx(skipped * BACKWARD_S)
     assert bool(advice.plan) is is_trained is (advice.to_dict()["plan_saving"] > 0)
-    assert ("The default plan" if is_trained else "By default nothing is frozen") in repr(advice)
+    assert ("the default plan" if is_trained else "By default nothing is frozen") in repr(advice)
 
 
 def test_the_command_prints_and_writes_what_text_and_html_show(capsys, tmp_path):

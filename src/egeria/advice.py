@@ -50,7 +50,7 @@ MOST_DEPTHS = 8
 SLOW_READING = 0.2
 """Share of an iteration; a batch that takes longer to read gets a note."""
 LEAST_SAVING = 0.03
-"""Share of the training time that freezing half of the model for half of the training must save."""
+"""Share of the training time that a plan must save to be worth a try."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,8 +100,8 @@ class Advice:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether freezing is worth a try: half of the model for half of the time saves 3 %."""
-        return self.saving(self._half) >= LEAST_SAVING
+        """Whether freezing is worth a try: the plan saves at least 3 %."""
+        return self.saving(self._tried) >= LEAST_SAVING
 
     @property
     def verdict(self) -> str:
@@ -109,11 +109,12 @@ class Advice:
         if not self.costs[-1].depth:
             return "Not worth it: nothing can be frozen."
         saved, most = (
-            percent(self.saving(plan)) for plan in (self._half, f"0:{len(self.modules)}")
+            percent(self.saving(plan)) for plan in (self._tried, f"0:{len(self.modules)}")
         )
         saves = f"saves {saved} of the training time, and no plan more than {most}"
         worth = "Worth a try" if self.is_worth_it else "Not worth it"
-        return f"{worth}: the plan {self._half!r} {saves}."
+        which = "default plan" if self.plan else "plan"
+        return f"{worth}: the {which} {self._tried!r} {saves}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -127,11 +128,8 @@ class Advice:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         lines += ["", self.verdict]
-        if self.plan:
-            saved = percent(self.saving(self.plan))
-            lines.append(f"The default plan {self.plan!r} saves {saved} of the training time.")
-        elif self.costs[-1].depth:
-            lines.append('By default nothing is frozen here: give attach a plan, such as "0.5:2".')
+        if self.costs[-1].depth and not self.plan:
+            lines.append("By default nothing is frozen here: give attach a plan, such as this one.")
         if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
             reading = f"Reading a batch takes {duration(self.reading_s)}"
             lines.append(f"{reading} with any plan. Workers of the loader would hide it.")
@@ -148,9 +146,9 @@ class Advice:
         return f"{cost.depth}", name, times[0], saved, times[1], peak
 
     @property
-    def _half(self) -> str:
-        """The plan that freezes the front half of the model for half of the training."""
-        return f"0.5:{len(self.modules) // 2}"
+    def _tried(self) -> str:
+        """The default plan, else one that freezes half of the model for half of the training."""
+        return self.plan or f"0.5:{len(self.modules) // 2}"
 
 
 def advise(
@@ -242,6 +240,7 @@ class _Training:
                     total_steps=1,
                     pretrained=bool(settings.policy.pretrained),
                     adaptive=is_adaptive(self.optimizers),
+                    num_parameters=sum(entry.numel() for entry in self.model.parameters()),
                 )
             ),
             reading_s=reading_s,

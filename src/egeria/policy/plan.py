@@ -19,6 +19,7 @@ JUDGED_STEPS = 8  # the loss of fewer steps tells little
 ALONE = 0.25  # share of the steps in which the last layer module trains alone
 LATE_START = 0.7  # share of the steps after which modules freeze evenly, behind such a phase
 EVEN_START = 0.5  # the same without one
+LARGE = 2_000_000  # parameters of a model from which on such a phase was free (record 0048)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,12 @@ class Plan:
 
 
 def draw_up(
-    modules: Sequence[str], total_steps: int | None, *, pretrained: bool, adaptive: bool
+    modules: Sequence[str],
+    total_steps: int | None,
+    *,
+    pretrained: bool,
+    adaptive: bool,
+    num_parameters: int,
 ) -> Plan:
     """Return the plan of a training; that of a model trained from scratch freezes nothing.
 
@@ -98,22 +104,25 @@ def draw_up(
         modules: names of the layer modules, front to back.
         total_steps: optimizer steps of the training; None where that is not known.
         pretrained: whether the weights come from an earlier training.
-        adaptive: whether the optimizers scale each parameter's steps, as Adam does. Then the last
-            layer module may begin alone; a step of SGD is as long as its gradient, and what has
-            been fitted by then leaves the others little of that (record 0048).
+        adaptive: whether the optimizers scale each parameter's steps, as Adam does. A step of SGD
+            is as long as its gradient, and a head that fits leaves the body little of that.
+        num_parameters: of the whole model; a small one has more to learn (both record 0048).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
         reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
     elif total_steps is None:
         reason = "total_steps is not known; pass it to attach"
+    elif adaptive and num_parameters >= LARGE and len(modules) > 1:
+        alone = (Move(0.0, len(modules) - 1), Move(ALONE, 0))
+        moves = (*alone, *even_moves(len(modules), LATE_START))
+        reason = (
+            f"the last layer module trains alone up to {ALONE:.0%} of the steps, then everything"
+        )
     else:
-        start, alone = (LATE_START, ALONE) if adaptive else (EVEN_START, 0.0)
-        moves = even_moves(len(modules), start)
-        reason = f"from {start:.0%} of the steps on one layer module after the other freezes"
-        if alone and len(modules) > 1:
-            moves = (Move(0.0, len(modules) - 1), Move(alone, 0), *moves)
-            reason = f"the last layer module trains alone up to {alone:.0%}, and {reason}"
+        moves = even_moves(len(modules))
+        reason = f"everything trains up to {EVEN_START:.0%} of the steps"
+    if moves:
         reason = f"the model is pretrained: {reason}"
     return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
@@ -132,7 +141,7 @@ def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
 
 
 def find_plan(
-    settings: PolicyConfig, modules: Sequence[str], total_steps: int | None, **facts: bool
+    settings: PolicyConfig, modules: Sequence[str], total_steps: int | None, **facts: Any
 ) -> Plan | None:
     """Return the plan that settings give, name or leave to `draw_up`; None if they follow none."""
     if settings.name not in PLANNED:
@@ -140,8 +149,11 @@ def find_plan(
     if settings.plan is not None:
         return Plan.parse(settings.plan, modules, total_steps)
     if settings.name == "linear":
-        text = " ".join(map(str, even_moves(len(modules), settings.start)))
-        return Plan.parse(text, modules, total_steps, "the even plan of policy 'linear'")
+        text, reason = (
+            " ".join(map(str, even_moves(len(modules), settings.start))),
+            "policy 'linear'",
+        )
+        return Plan.parse(text, modules, total_steps, reason)
     return draw_up(modules, total_steps, **facts)
 
 

@@ -82,8 +82,14 @@ def make_parts(
         starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
-    facts = {"pretrained": training.is_pretrained, "adaptive": is_adaptive(training.optimizers)}
-    plan = find_plan(settings, names, training.total_steps, **facts)
+    plan = find_plan(
+        settings,
+        names,
+        training.total_steps,
+        pretrained=training.is_pretrained,
+        adaptive=is_adaptive(training.optimizers),
+        num_parameters=sum(module.num_parameters for module in cut.modules),
+    )
     if plan is not None:
         settings = replace(settings, plan=str(plan))
     applier = Applier(training, cut, wrapper)
