@@ -35,8 +35,7 @@ LONGEST_S = 240.0
 
 def train(folder: Path, name: str, workers: int | tuple[int, int] = 2, epochs: int = EPOCHS) -> dict[str, Any]:
     """Train to the end; return the last metrics, and in how many processes each epoch was that Ray kept."""
-    place = ["--directory", str(folder / name / "egeria")]
-    arguments = ["--epochs", str(epochs), "--freeze", FREEZE, *place]
+    arguments = ["--epochs", str(epochs), "--freeze", FREEZE, "--directory", str(folder / name / "egeria")]
     trainer = TorchTrainer(
         train_in_worker,
         train_loop_config={"folder": str(EXAMPLES), "arguments": arguments},

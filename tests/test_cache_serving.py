@@ -318,8 +318,7 @@ class Sentences(Vectors):
 
 def padded(samples):
     words = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
-    lengths = torch.tensor([len(row) for row, _ in samples])
-    mask = (torch.arange(words.shape[1]) < lengths[:, None]).long()
+    mask = (torch.arange(words.shape[1]) < torch.tensor([len(row) for row, _ in samples])[:, None]).long()
     return {"input_ids": words, "attention_mask": mask}, torch.stack([label for _, label in samples])
 
 

@@ -210,16 +210,14 @@ def test_a_test_with_an_older_checkpoint_leaves_the_state_of_the_end(tmp_path):
 
 
 def rows(folder: Path, *callbacks: Any) -> list[dict[str, str]]:
-    logger = CSVLogger(folder, name="", version=0)
-    fit(*callbacks, logger=logger, log_every_n_steps=2, num_sanity_val_steps=2)
+    fit(*callbacks, logger=CSVLogger(folder, name="", version=0), log_every_n_steps=2, num_sanity_val_steps=2)
     with (folder / "version_0" / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
 
 
 def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
     plain = rows(tmp_path / "plain")
-    callback = EgeriaCallback(config=WATCH, directory=tmp_path / "run")
-    logged = rows(tmp_path / "watched", callback)
+    logged = rows(tmp_path / "watched", EgeriaCallback(config=WATCH, directory=tmp_path / "run"))
     ours = [row for row in logged if row["egeria/frozen"]]
     rest = [{name: value for name, value in row.items() if name in plain[0]} for row in logged if row not in ours]
     assert rest == plain and len(ours) > 3

@@ -172,7 +172,7 @@ def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
 def decided(policy, last=100):
     """The depths that a policy decides, by step, asked at the steps it wants to be asked after."""
     found, frozen, step = {}, 0, 0
-    while step is not None and step <= last:
+    while step <= last:
         depth = policy.observe(Interval(step=step, frozen=frozen))
         if depth is not None:
             assert depth.frozen != frozen and depth.reason

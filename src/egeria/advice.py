@@ -38,7 +38,7 @@ from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
 from egeria.session import Run, attach
 from egeria.session.checks import read_config, unwrap_loader
-from egeria.session.training import is_adaptive
+from egeria.session.training import facts_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NUM_BATCHES = 8
@@ -113,8 +113,7 @@ class Advice:
         )
         saves = f"saves {saved} of the training time, and no plan more than {most}"
         worth = "Worth a try" if self.is_worth_it else "Not worth it"
-        which = "default plan" if self.plan else "plan"
-        return f"{worth}: the {which} {self._tried!r} {saves}."
+        return f"{worth}: the {'default ' if self.plan else ''}plan {self._tried!r} {saves}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -228,21 +227,14 @@ class _Training:
                     cost = self._timed(run, turn * TIMED)  # the same batches at each depth
                     found.setdefault(cost.depth, []).append(cost)
             journal = read_journal(folder)
+        facts = facts_of(self.model, self.optimizers)
         obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
         obstacles += [f"{event.where} failed: {event.error}." for event in journal.of(FaultCaught)]
         return Advice(
             modules=modules,
             costs=tuple(median_low(found[depth]) for depth in sorted(found)),
             # In shares of the steps, whatever their number.
-            plan=str(
-                draw_up(
-                    modules,
-                    total_steps=1,
-                    pretrained=bool(settings.policy.pretrained),
-                    adaptive=is_adaptive(self.optimizers),
-                    num_parameters=sum(entry.numel() for entry in self.model.parameters()),
-                )
-            ),
+            plan=str(draw_up(modules, 1, pretrained=settings.policy.pretrained is True, **facts)),
             reading_s=reading_s,
             obstacles=tuple(dict.fromkeys(obstacles)),
         )
@@ -387,5 +379,4 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(batch, Mapping):
         raise TypeError(f"a batch that is a {type(batch).__name__} and no dictionary")
     device = next(model.parameters()).device
-    moved = tree.map_tensors(lambda part: part.to(device), batch)
-    return cast(Tensor, model(**moved).loss)
+    return cast(Tensor, model(**tree.map_tensors(lambda part: part.to(device), batch)).loss)

@@ -57,8 +57,7 @@ def optional(rule: Rule) -> Rule:
 
 def number(within: Callable[[float], bool], contract: str) -> Rule:
     """Return the rule for a finite number within limits."""
-    kinds = (int, float)
-    return satisfies(lambda x: _is_a(x, kinds) and math.isfinite(x) and within(x), contract)
+    return satisfies(lambda x: _is_a(x, (int, float)) and math.isfinite(x) and within(x), contract)
 
 
 def count(at_least: int = 1) -> Rule:

@@ -80,8 +80,7 @@ class Watch:
         trained: Any = [entry for entry in self._model.named_parameters() if entry[1].requires_grad]
         for name, parameter in trained:
             parameter.register_hook(self._hook(Watch._note_gradient, name=name))
-            added = self._hook(Watch._note_added, name=name)
-            parameter.register_post_accumulate_grad_hook(added)
+            parameter.register_post_accumulate_grad_hook(self._hook(Watch._note_added, name=name))
 
     def close(self) -> None:
         """Take the hooks off; what was noted stays readable. Can be called again."""

@@ -116,14 +116,10 @@ def draw_up(
     elif adaptive and num_parameters >= LARGE and len(modules) > 1:
         alone = (Move(0.0, len(modules) - 1), Move(ALONE, 0))
         moves = (*alone, *even_moves(len(modules), LATE_START))
-        reason = (
-            f"the last layer module trains alone up to {ALONE:.0%} of the steps, then everything"
-        )
+        reason = f"pretrained: the last layer module trains alone up to {ALONE:.0%} of the steps"
     else:
         moves = even_moves(len(modules))
-        reason = f"everything trains up to {EVEN_START:.0%} of the steps"
-    if moves:
-        reason = f"the model is pretrained: {reason}"
+        reason = f"pretrained: everything trains up to {EVEN_START:.0%} of the steps"
     return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
 
@@ -193,7 +189,7 @@ class PlanPolicy:
         if interval.num_steps and (reason := self._judge_loss(interval)) and interval.frozen:
             self._thawed_at = step
             return Depth(0, reason)
-        move = self.wants.next_step(self._thawed_at) or math.inf
+        move = self.wants.next_step(self._thawed_at)
         depth = 0 if 0 <= self._thawed_at <= step < move else self._depth(step)
         # What was refused is not asked for again at the end of each interval.
         if depth == interval.frozen or (interval.num_steps and step not in self.wants.steps):

@@ -196,8 +196,7 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
         for name, group in config.to_dict().items()
         if name not in NOT_DECIDING
     }
-    told = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))
-    rows = together(lambda: (total_steps, told))
+    rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
     for column, what in enumerate(("total_steps", "settings")):
         apart = [number for number, row in enumerate(rows) if row[column] != rows[0][column]]
         if apart:
@@ -228,8 +227,7 @@ def _describe_data(loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with suppress(Exception):  # loaders and data sets raise various things
         dataset = loader.dataset
-        info = getattr(dataset, "info", None)  # of Hugging Face's datasets
-        name = getattr(info, "dataset_name", None)
+        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face
         found["data"] = name if isinstance(name, str) and name else type(dataset).__name__
         found["num_samples"] = len(dataset)
     return found

@@ -13,7 +13,7 @@ from egeria.model.cut import Cut
 from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
-from egeria.session.training import Training, is_adaptive
+from egeria.session.training import Training, facts_of
 
 if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
@@ -46,14 +46,8 @@ class Parts:
             return
         trained = [applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
         skipped = self.plan.skipped_share(backward_shares([m.share for m in modules], trained))
-        recorder.write(
-            PlanMade(
-                step=recorder.step,
-                plan=str(self.plan),
-                reason=self.plan.reason,
-                skipped_share=skipped,
-            )
-        )
+        plan, reason, step = str(self.plan), self.plan.reason, recorder.step
+        recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
 
     def announce_resumed(self, cut_by: Mapping[str, Any]) -> None:
         """Say where a resumed run keeps a cut that was made with other settings."""
@@ -82,13 +76,9 @@ def make_parts(
         starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
+    facts = facts_of(training.model, training.optimizers)
     plan = find_plan(
-        settings,
-        names,
-        training.total_steps,
-        pretrained=training.is_pretrained,
-        adaptive=is_adaptive(training.optimizers),
-        num_parameters=sum(module.num_parameters for module in cut.modules),
+        settings, names, training.total_steps, pretrained=training.is_pretrained, **facts
     )
     if plan is not None:
         settings = replace(settings, plan=str(plan))
@@ -108,8 +98,7 @@ def make_parts(
     if engine is not None:
         policy.load_state_dict(engine["policy"])
         if plan is not None and isinstance(policy, PlanPolicy):
-            reason = engine["plan_reason"] or plan.reason
-            plan = replace(policy.plan, modules=names, reason=reason)
+            plan = replace(policy.plan, modules=names, reason=engine["plan_reason"] or plan.reason)
     return Parts(training=training, cut=cut, plan=plan, policy=policy, applier=applier)
 
 

@@ -67,8 +67,7 @@ class Session:
         self.parts: Parts | None = None
         self.steps = Steps(training.optimizers, self._before_update)
         usual = max(1, (training.total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
-        interval_steps = training.config.plasticity.interval_steps or usual
-        self.clock = Clock(training.total_steps, interval_steps)
+        self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps or usual)
         self._environment, self._loader, self._controller = environment, loader, controller
         self._epoch_steps: int | None = None  # where the length of the loader is known
         self._status = Status(stage=first_stage(training.config.policy.name))
@@ -287,7 +286,7 @@ class Session:
             self._ask_first()
         self._take_in_readings(parts)
         ends = clock.step >= clock.ends
-        is_asked = self._asked < (wants.next_step(self._asked) or math.inf) <= clock.step
+        is_asked = self._asked < wants.next_step(self._asked) <= clock.step
         if ends or is_asked:
             interval = self._end_interval(parts, ends)
             if is_asked or wants.interval_steps is not None or wants.steps:
@@ -324,12 +323,11 @@ class Session:
         num_bad = sum(view[1] for view in views)
         self._measure(replace(measured, loss=loss, num_bad_losses=num_bad), rate)
         if moved := sorted({name for view in views for name in view[3]}):
-            names = ", ".join(moved[:3])
-            reason = "frozen parameters were changed by the training loop"
-            raise FreezingEndedError(f"{reason} ({names})")
+            what = "frozen parameters were changed by the training loop"
+            raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
         if loss is None and parts.evaluation is not None:
-            steps = plural(num_bad, "step")
-            reason = f"the training loss was not finite for {steps}; nothing is judged meanwhile"
+            found = f"the training loss was not finite for {plural(num_bad, 'step')}"
+            reason = f"{found}; nothing is judged meanwhile"
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval(
             step=self.clock.step,
@@ -377,8 +375,8 @@ class Session:
         left_s = seconds_left(self.clock.total_steps, self.clock.step, self.clock.iteration_s)
         refusals = self._together(lambda: parts.applier.refusal(depth.frozen, left_s))
         if reason := next(filter(None, refusals), ""):
-            step = self.clock.step
-            self.recorder.write(DepthRefused(step=step, asked=depth.frozen, reason=reason))
+            refused = DepthRefused(step=self.clock.step, asked=depth.frozen, reason=reason)
+            self.recorder.write(refused)
             return
         if depth.frozen < self.frozen and parts.evaluation is not None:
             parts.evaluation.valid_from = self.clock.evaluation
@@ -431,25 +429,20 @@ class Session:
     def _plan_next(self) -> None:
         """Find the next step at which something is to be done."""
         clock, parts = self.clock, self.parts
-        due: list[float] = [clock.ends]
-        if parts is not None:
-            due.append(parts.policy.wants.next_step(self._asked) or math.inf)
-            due.append(self._evaluation_due)
-        self._due = math.inf if self._is_lost else min(due)
+        asked = parts.policy.wants.next_step(self._asked) if parts else math.inf
+        due = min(clock.ends, asked, self._evaluation_due if parts else math.inf)
+        self._due = math.inf if self._is_lost else due
 
     def _follow_boundary(self) -> None:
         """Move the boundary of the cache to the depth that is frozen now."""
         if self._skipping is None or self.parts is None:
             return
         clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps
-        ahead: list[float | None] = [wants.next_step(clock.step), clock.total_steps]
+        moves = wants.next_step(clock.step)
         if wants.interval_steps is not None and wants.plasticity_of is not None:
-            steady_steps = (2 * max(1, self._status.window) - 1) * clock.interval_steps
-            ahead[0] = clock.step + steady_steps
-        steps = min(
-            (max(0.0, step - clock.step) for step in ahead if step is not None), default=None
-        )
-        epochs = None if steps is None or not epoch_steps else steps / epoch_steps
+            moves = clock.step + (2 * max(1, self._status.window) - 1) * clock.interval_steps
+        steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
+        epochs = steps / epoch_steps if epoch_steps and steps < math.inf else None
         self._skipping.follow(self.modules[: self.frozen], epochs)
 
     # --- resuming --------------------------------------------------------------------------------
@@ -486,7 +479,7 @@ class Session:
         self._look_ahead(parts)
         self._follow_boundary()
         step = self.clock.step
-        if self._asks_first or (parts.policy.wants.next_step(self._asked) or math.inf) <= step:
+        if self._asks_first or parts.policy.wants.next_step(self._asked) <= step:
             self._act()  # the state was taken while this was being decided
 
     # --- ends and faults -------------------------------------------------------------------------
