@@ -35,9 +35,10 @@ LONGEST_S = 240.0
 
 def train(folder: Path, name: str, workers: int | tuple[int, int] = 2, epochs: int = EPOCHS) -> dict[str, Any]:
     """Train to the end; return the last metrics, and in how many processes each epoch was that Ray kept."""
+    arguments = ["--epochs", str(epochs), "--freeze", FREEZE, "--directory", str(folder / name / "egeria")]
     trainer = TorchTrainer(
         train_in_worker,
-        train_loop_config={"folder": str(EXAMPLES), "arguments": ["--epochs", str(epochs), "--freeze", FREEZE]},
+        train_loop_config={"folder": str(EXAMPLES), "arguments": arguments},
         scaling_config=ScalingConfig(num_workers=workers, elastic_resize_monitor_interval_s=1.0),
         run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=5)),
     )

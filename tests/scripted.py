@@ -29,15 +29,13 @@ class ScriptedController(Controller):
         """Do what the script does at a refresh; nothing for a run that is resumed."""
         if state is None:
             self.refreshing(model)
-            made = ReferenceRefreshed(step=0, evaluation=0, builder="script", wall_s=0, cpu_s=0)
-            self._reports.append(made)
+            self._reports.append(ReferenceRefreshed(step=0, evaluation=0, builder="script", wall_s=0, cpu_s=0))
         return True
 
     def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
         """Note the request and read the script."""
         self.requests.append(ticket)
-        value = self.readings(ticket.evaluation, ticket.module)
-        self._reports.append(Answer(ticket, value))
+        self._reports.append(Answer(ticket, self.readings(ticket.evaluation, ticket.module)))
 
     def poll(self) -> list[Report]:
         """Return what was read since the last call."""

@@ -96,6 +96,8 @@ def test_depths_between_those_that_were_measured_are_interpolated():
     assert saved_s == pytest.approx([depth * BACKWARD_S for depth in range(13)])
     with pytest.raises(ConfigError, match=r"shares of the training.*Divide"):
         advice.saving("step 5:1")
+    with pytest.raises(ConfigError, match="epochs"):
+        advice.saving("epoch 1:1")
 
 
 def test_it_says_where_freezing_is_worth_nothing():
@@ -132,7 +134,7 @@ def test_it_shows_the_layer_modules_and_the_default_plan_of_attach(is_trained):
         skipped = sum(name.endswith("1.weight") for name in run.modules[0].parameters)  # as many are in the first
     assert advice.saving("0:1") * advice.costs[0].iteration_s == pytest.approx(skipped * BACKWARD_S)
     assert bool(advice.plan) is is_trained is (advice.to_dict()["plan_saving"] > 0)
-    assert ("The default plan" if is_trained else "By default nothing is frozen") in repr(advice)
+    assert ("the default plan" if is_trained else "By default nothing is frozen") in repr(advice)
 
 
 def test_the_command_prints_and_writes_what_text_and_html_show(capsys, tmp_path):

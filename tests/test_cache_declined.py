@@ -185,8 +185,7 @@ def test_calls_that_cannot_be_served_are_declined_with_the_reason(call, reason, 
         def forward(self, x, thing=None):
             return super().forward(x)
 
-    trained = compared(tmp_path, FILE, call=call, build=Given)
-    assert_refused(trained, reason)
+    assert_refused(compared(tmp_path, FILE, call=call, build=Given), reason)
 
 
 def test_batches_of_one_sample_are_declined(tmp_path):

@@ -249,8 +249,8 @@ def test_everything_that_the_model_is_given_counts_but_what_the_loss_is_divided_
         if argument == "num_items_in_batch":
             return model(inputs, num_items_in_batch=epoch)
         if argument == "scale":
-            return model(inputs, scale=1.0 + epoch % 2)
-        return model(inputs, shared=torch.full((1, WIDTH), float(epoch % 2)))
+            return model(inputs, scale=1.0 + epoch % 2 / 8)
+        return model(inputs, shared=torch.full((1, WIDTH), epoch % 2 / 8))
 
     trained = compared(tmp_path, MEMORY, build=Scaled, call=call)
     (used,) = trained.journal(CacheUsed)
@@ -318,8 +318,7 @@ class Sentences(Vectors):
 
 def padded(samples):
     words = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
-    lengths = torch.tensor([len(row) for row, _ in samples])
-    mask = (torch.arange(words.shape[1]) < lengths[:, None]).long()
+    mask = (torch.arange(words.shape[1]) < torch.tensor([len(row) for row, _ in samples])[:, None]).long()
     return {"input_ids": words, "attention_mask": mask}, torch.stack([label for _, label in samples])
 
 

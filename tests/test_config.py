@@ -36,7 +36,7 @@ def no_count(at_least=1):
 # Every field that has a contract: what must be said of it, and values outside it.
 CONTRACTS = [
     ("policy.name", "the name of a policy or a callable that makes one", (3, None, ["none"])),
-    ("policy.plan", 'text such as "0.5:1 0.6:2 0.75:4" or "step 500:2"', (0.5, "0.5", "1.0:2")),  # more in test_plan
+    ("policy.plan", 'text such as "0.5:1 0.75:2"', (0.5, "0.5", "1.0:2")),  # more in test_plan
     ("policy.start", "a number from 0 to below 1", (-0.1, 1, math.nan, "0.5", True, None)),
     ("policy.pretrained", "true, false or 'auto'", ("false", 0, None)),
     ("modules.pattern", "a valid regular expression", ("(", "[", "a{99999999999999999999}", "(" * 5000, b"x", 3)),

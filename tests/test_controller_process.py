@@ -148,7 +148,7 @@ def test_what_a_killed_process_has_not_answered_is_read_all_the_same(stopped_beh
     def between(evaluation, read):
         if evaluation == stopped_behind:
             deadline = time.monotonic() + LONGEST_WAIT_S
-            while len(read) < evaluation - evaluation // 4 and time.monotonic() < deadline:
+            while time.monotonic() < deadline and not (controllers() and len(read) >= evaluation - evaluation // 4):
                 take_in(controller, read)
             os.kill(controllers()[0], signal.SIGSTOP)
         if evaluation == 7 and stopped_behind is not None:

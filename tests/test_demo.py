@@ -77,4 +77,4 @@ def test_the_network_of_the_demo_is_recognised_as_pretrained(tmp_path):
     with egeria.attach(model, optimizer, total_steps=100, directory=tmp_path) as run:
         model(data[:8][0]).square().mean().backward()
         optimizer.step()
-        assert run.plan.freezes and len(run.modules) >= 5
+        assert run.plan.moves and len(run.modules) >= 5

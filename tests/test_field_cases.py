@@ -238,8 +238,7 @@ def test_plasticity_is_not_read_of_a_model_that_keeps_tensors_outside(where, tmp
     make, kept = KEEPING[where]
     program = Program(build=lambda: Chain(make), loss=with_kept(kept))
     config = {"plasticity": {"interval_steps": 2, "window": 2}}
-    ours = Twin(program).attach(tmp_path, policy="egeria", controller="inline", config=config).train()
-    ours.run.close()
+    Twin(program).attach(tmp_path, policy="egeria", controller="inline", config=config).train().run.close()
     (reason,) = declined(tmp_path)
     assert "keeps tensors outside of the model" in reason and "plan" in reason
 
@@ -396,8 +395,7 @@ def perturbed(model: Any, number: int, asks: Callable[[int], bool], found: list[
     embedded = model.table(ids).detach() if how == "detached" else model.table(ids)
     delta = torch.zeros_like(embedded).requires_grad_()
     delta.register_hook(found.append)
-    output = model(embedded=(embedded + delta))
-    return functional.cross_entropy(output.transpose(1, 2), ids)
+    return functional.cross_entropy(model(embedded=(embedded + delta)).transpose(1, 2), ids)
 
 
 @pytest.mark.parametrize("how", ["added", "detached"])
@@ -718,8 +716,7 @@ def make_gradients(model: nn.Module, number: int) -> None:
     weights = {name: entry.detach() for name, entry in model.named_parameters()}
 
     def loss(weights: Any, x: Tensor, y: Tensor) -> Tensor:
-        output = torch.func.functional_call(model, weights, (x[None],))
-        return functional.cross_entropy(output, y[None])
+        return functional.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
     for name, gradient in each(weights, vectors(number), classes(number)).items():

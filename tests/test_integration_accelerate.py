@@ -290,8 +290,7 @@ def test_the_frozen_front_is_stored_and_served(options, tmp_path):
 def test_what_is_prepared_is_evaluated():
     config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
     config["controller"] = {"budget_share": 1000.0}
-    loop = Loop({"config": config, "controller": "inline"}, mixed_precision="bf16").epochs()
-    loop.run.close()
+    Loop({"config": config, "controller": "inline"}, mixed_precision="bf16").epochs().run.close()
     journal = read_journal("run")
     assert journal.of(PlasticityRead) and not journal.of(Declined)
     assert journal.of(RunStarted)[0].rule == "linear"

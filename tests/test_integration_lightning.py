@@ -210,16 +210,14 @@ def test_a_test_with_an_older_checkpoint_leaves_the_state_of_the_end(tmp_path):
 
 
 def rows(folder: Path, *callbacks: Any) -> list[dict[str, str]]:
-    logger = CSVLogger(folder, name="", version=0)
-    fit(*callbacks, logger=logger, log_every_n_steps=2, num_sanity_val_steps=2)
+    fit(*callbacks, logger=CSVLogger(folder, name="", version=0), log_every_n_steps=2, num_sanity_val_steps=2)
     with (folder / "version_0" / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
 
 
 def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
     plain = rows(tmp_path / "plain")
-    callback = EgeriaCallback(config=WATCH, directory=tmp_path / "run")
-    logged = rows(tmp_path / "watched", callback)
+    logged = rows(tmp_path / "watched", EgeriaCallback(config=WATCH, directory=tmp_path / "run"))
     ours = [row for row in logged if row["egeria/frozen"]]
     rest = [{name: value for name, value in row.items() if name in plain[0]} for row in logged if row not in ours]
     assert rest == plain and len(ours) > 3
@@ -392,6 +390,22 @@ def test_a_loader_without_a_length_is_told_what_gives_the_training_one(tmp_path)
     train("steps", max_steps=20)
     train("limited", limit_train_batches=BATCHES)
     assert freezes(tmp_path / "steps") == freezes(tmp_path / "limited") == [(6, 1), (12, 2)]
+
+
+def test_a_plan_in_epochs_follows_whole_epochs_alone(tmp_path):
+    def train(folder: str, data: Any, **options: Any) -> None:
+        callback = EgeriaCallback(config={"policy": {"plan": "epoch 1:1"}}, directory=tmp_path / folder)
+        trainer_of(callback, **options).fit(Classifier(), data, loader(2))
+
+    train("whole", loader(), accumulate_grad_batches=2)
+    steps = -(-len(loader()) // 2)
+    assert freezes(tmp_path / "whole")[0] == (steps, 1)
+    for folder, data, options in (
+        ("limited", loader(), {"limit_train_batches": 2}),
+        ("endless", DataLoader(Endless(), batch_size=BATCH), {"max_steps": 20}),
+    ):
+        with pytest.warns(EgeriaWarning, match=r"epochs of its plan need one loader.*Give it in steps"):
+            train(folder, data, **options)
 
 
 def test_a_fast_development_run_leaves_nothing_behind(tmp_path):

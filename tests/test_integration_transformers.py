@@ -562,8 +562,7 @@ def test_the_cache_serves_what_trainer_fetches_ahead(tmp_path):
     plain, _, _ = train_watched(tmp_path / "plain", {**config, "cache": {}}, model=bert(**STEADY), **epochs)
     set_seed(0)
     trained, _, frozen = train_watched(tmp_path / "cached", config, model=bert(**STEADY), **epochs)
-    journal = assert_clean(tmp_path / "cached" / "egeria")
-    used = journal.of(CacheUsed)
+    used = assert_clean(tmp_path / "cached" / "egeria").of(CacheUsed)
     assert frozen[128 // steps] == 2
     assert sum(event.hits for event in used) > 64
     assert losses(trained) == pytest.approx(losses(plain), abs=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 
 import egeria
 from egeria import Config, ConfigError, StateError, read_journal
-from egeria.config.checks import read_plan
-from egeria.events import FaultCaught, ModuleFrozen, PlanMade, Thawed
-from egeria.policy import Interval, Plan, draw_up, find_maker, find_rule
+from egeria.config.checks import read_plan, resolve
+from egeria.events import Declined, FaultCaught, ModuleFrozen, PlanMade, Thawed
+from egeria.policy import Interval, Plan, draw_up, find_maker, find_plan, find_rule
 from egeria.policy.plan import even_moves
 
 MODULES = tuple("abcd")
@@ -45,15 +46,19 @@ def test_a_text_is_read_and_written_again():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (3, "share of the steps"),
-        ("0.5:one", "'0.5:one' is no share"),
-        ("0.5:-1", "'0.5:-1' is no share"),
-        ("0.5:1.5", "'0.5:1.5' is no share"),
-        ("0.5:1,0.6:2", "'0.5:1,' is no share"),
-        ("0.5 : 1", "'0.5 : 1' is no share"),
+        (3, "a moment, and how many"),
+        ("0.5:", "entry 1, '0.5:', is no"),
+        ("0.5:-1", "entry 1, '0.5:-1', is no"),
+        ("0.5:1.5", "entry 1, '0.5:1.5', is no"),
+        ("0.5:1,0.6:2", "entry 1, '0.5:1,0.6:2', is no"),
+        ("0.3:1 0.5 : 1", "entry 2, '0.5', is no"),
+        ("0.3:1 step 500", "entry 2, 'step 500', is no"),
+        ("step 5.5:1", "entry 1, 'step 5.5:1', is no"),
+        ("epochs 2:1", "entry 1, 'epochs', is no"),
         ("1.0:1", "shares of the steps below 1 and not 1"),
         ("0.6:1 0.5:2", "shares of the steps that rise from entry to entry"),
         ("step 9:1 step 8:2", "steps that rise from entry to entry"),
+        ("epoch 2:1 0.5:2 epoch 2:3", "epochs that rise from entry to entry"),
     ],
 )
 def test_another_text_is_refused_with_what_was_found_and_the_next_step(text, said):
@@ -62,6 +67,41 @@ def test_another_text_is_refused_with_what_was_found_and_the_next_step(text, sai
     message = str(caught.value)
     assert message.startswith("policy.plan must be text such as") and said in message
     assert f"found {text!r}" in message and "Correct it" in message
+
+
+PARTS = [("embeddings",), ("encoder.0", "encoder.1"), ("encoder.2", "encoder.2.dense"), ("head",)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.1:encoder.1", "0.1:2"),  # in a layer module of two blocks: frozen up to and with that
+        ("0.1:encoder 0.5:0", "0.1:3 0.5:0"),
+        ("step 5:encoder.2.dense", "step 5:3"),
+        ("epoch 2:embeddings", "step 50:1"),
+        ("epoch 1.12:1", "step 28:1"),  # 1.12 * 25 is a little more than 28
+        ("0.5:encoder.0-encoder.1", "0.5:2"),  # as `run.modules` has it
+        ("epoch 0.1:20", "step 3:20"),
+    ],
+)
+def test_names_and_epochs_become_numbers_and_steps(text, expected):
+    for prefix in ("", "model.bert."):
+        parts = [tuple(prefix + name for name in names) for names in PARTS]
+        assert resolve(text, parts, 25.0) == expected
+    assert resolve(expected, parts, None) == expected, "what needs no length asks for none"
+
+
+def test_a_name_that_is_none_or_several_and_epochs_of_unknown_length_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"found 'encoder\.5', which is none\. Give a whole name such as 'encoder\.\d'"
+    ):
+        resolve("0.5:encoder.5", PARTS, 1.0)
+    twice = [("left.block",), ("right.block",)]
+    with pytest.raises(ConfigError, match=r"found 'block', which is several\. Give a whole name such as 'left\.block'"):
+        resolve("0.5:block", twice, 1.0)
+    assert resolve("0.5:right.block", twice, 1.0) == "0.5:2"
+    with pytest.raises(ConfigError, match="epochs needs a loader that has a length, found 'epoch 1:1'"):
+        resolve("epoch 1:1", PARTS, None)
 
 
 def test_shares_need_the_length_of_the_training_and_all_are_in_the_order_of_time():
@@ -76,8 +116,7 @@ def test_shares_need_the_length_of_the_training_and_all_are_in_the_order_of_time
 
 def test_more_than_there_are_means_all_but_the_last_and_fewer_thaw():
     assert depths("0.1:9 0.5:1 0.7:0", [0, 10, 50, 70, 100]) == [0, 3, 1, 0, 0]
-    assert plan("0.1:9").freezes and not plan("0.1:0").freezes and not plan("").freezes
-    assert not plan("0.1:9", modules=("only",)).freezes
+    assert depths("0.1:9", [100], modules=("only",)) == [0]
     assert plan("0.1:9 0.335:1 step 70:0").steps == (10, 34, 70)
 
 
@@ -94,14 +133,10 @@ def test_what_it_shows():
     assert str(shown) == text and Plan.parse(str(shown), MODULES, 100, "why not") == shown
     assert repr(shown) == f"<egeria plan '{text}' of 4 layer modules: why not>"
     assert "freezes nothing" in repr(plan(""))
-    picture = shown._repr_html_()
-    assert picture.startswith("<svg") and picture.endswith("</svg>")
-    assert 'x="200.0" y="36" width="100.0" height="12"' in picture and 'x="300.0" y="24"' in picture
-    assert Plan.parse("step 5:1")._repr_html_().count("<rect") == 1, "of a training of unknown length too"
 
 
 def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
-    drawn = draw_up(MODULES, True, 1000)
+    drawn = draw_up(MODULES, 1000, pretrained=True)
     assert str(drawn) == "0.6666:1 0.8333:2" and "pretrained" in drawn.reason and "50%" in drawn.reason
     assert (drawn.modules, drawn.total_steps) == (MODULES, 1000)
     assert [tuple(move)[:2] for move in even_moves(6, start=0.0)] == [(0.2, 1), (0.4, 2), (0.6, 3), (0.8, 4)]
@@ -109,15 +144,18 @@ def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
 
 
 def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
-    scratch, unknown = draw_up(MODULES, False, 1000), draw_up(MODULES, True, None)
-    assert not scratch.freezes and "from scratch; policy='egeria'" in scratch.reason
-    assert not unknown.freezes and "total_steps is not known; pass it" in unknown.reason
+    scratch = draw_up(MODULES, 1000, pretrained=False)
+    unknown = draw_up(MODULES, None, pretrained=True)
+    assert not scratch.moves and "from scratch; policy='egeria'" in scratch.reason
+    assert not unknown.moves and "total_steps is not known; pass it" in unknown.reason
 
 
 def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
-    config = Config.from_dict({"policy": {"name": name, **policy}})
+    settings, names = Config.from_dict({"policy": {"name": name, **policy}}).policy, ("",) * modules
+    found = find_plan(settings, names, total_steps, settings.pretrained is True)
+    config = Config(policy=replace(settings, plan=found and str(found)))
     return find_maker(config)(
-        modules=("",) * modules,
+        modules=names,
         trainable=(True,) * modules,
         deepest=modules - 1 if deepest is None else deepest,
         total_steps=total_steps,
@@ -128,7 +166,7 @@ def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
 def decided(policy, last=100):
     """The depths that a policy decides, by step, asked at the steps it wants to be asked after."""
     found, frozen, step = {}, 0, 0
-    while step is not None and step <= last:
+    while step <= last:
         depth = policy.observe(Interval(step=step, frozen=frozen))
         if depth is not None:
             assert depth.frozen != frozen and depth.reason
@@ -155,6 +193,38 @@ def test_asked_at_any_step_it_returns_the_depth_of_the_newest_move():
     assert policy.observe(Interval(step=60, frozen=1)) is None
     assert policy.observe(Interval(step=60, frozen=0)).frozen == 1, "it was refused, or interrupted"
     assert policy.observe(Interval(step=40, frozen=1)).frozen == 0
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([1.0, 2.5], "rose from 1 to 2.5 within an interval"),
+        ([1.0, None], "is not finite"),
+        ([4.0, 1.0, 2.5], None),  # it was higher before: noise
+        ([1.0, 1.9, 3.7], None),
+        ([-0.9, -0.89], None),  # of a cosine similarity, say
+        ([-1.0, 0.5], "rose from -1 to 0.5"),
+        ([0.0, 0.0], None),
+    ],
+)
+def test_a_loss_that_explodes_thaws_until_the_next_move(losses, said):
+    policy, step = make(plan="0:2 0.5:3"), 0
+    for step, loss in enumerate(losses, start=1):
+        found = policy.observe(Interval(step=step, frozen=2, num_steps=8, loss=loss))
+    if said is None:
+        assert found is None
+        return
+    assert found.frozen == 0 and said in found.reason
+    resumed = make(plan="0.9:1")
+    resumed.load_state_dict(policy.state_dict())
+    for told in (policy, resumed):
+        assert told.observe(Interval(step=step + 1, frozen=0, num_steps=8, loss=2.5)) is None
+        assert told.observe(Interval(step=50, frozen=0)).frozen == 3
+    for step in range(1, 8):
+        alone = policy.observe(Interval(step=60 + step, frozen=3, num_steps=1, loss=99.0))
+        assert alone is None, "so few steps tell little"
+    assert policy.observe(Interval(step=68, frozen=3, num_steps=1, loss=99.0)).frozen == 0
+    assert make(plan="0.9:2").observe(Interval(step=2, frozen=0, num_steps=8, loss=None)) is None, "nothing is frozen"
 
 
 def test_no_more_freeze_than_may():
@@ -248,13 +318,118 @@ def test_by_default_a_fine_tuning_follows_the_even_plan_and_scratch_none(pretrai
     (made,) = read_journal(tmp_path).of(PlanMade)
     assert made.plan == expected and bool(made.skipped_share) == pretrained
     assert ("nothing is frozen: the model is trained from scratch" in caplog.text) != pretrained
-    assert training.run.frozen == len(moves(tmp_path)) == (2 if pretrained else 0)
+    assert training.run.frozen == (2 if pretrained else 0)
     training.run.close()
 
 
-def test_policies_without_a_plan_have_none(tmp_path):
+class Named(nn.Module):
+    """Blocks with names, of which the first is never called, as in a loop over part of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.body, self.head = nn.Linear(8, 8), nn.ModuleDict(), nn.Linear(8, 8)
+        for name in ("first", "second", "third"):
+            self.body[name] = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.body.values():
+            x = torch.relu(block(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a dry pass", "a step that is skipped"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_plan_in_epochs_and_names_is_followed_to_the_step(accumulation, before, tmp_path):
+    torch.manual_seed(0)
+    model, batches = Named(), [torch.randn(4, 8) for _ in range(12)]
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.01), 12 // accumulation
+    plan = "epoch 1:second epoch 2.5:0"
+    run = egeria.attach(model, optimizer, batches, total_steps=4 * steps, plan=plan, directory=tmp_path)
+    if before != "nothing":
+        loss = model(batches[0]).sum()
+        if before == "a step that is skipped":  # as GradScaler does
+            loss.backward()
+            optimizer.zero_grad()
+            run.step(loss)
+    for number, batch in enumerate(batches * 4, start=1):
+        loss = model(batch).square().mean()
+        (loss / accumulation).backward()
+        if number % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.step(loss)
+    run.close()
+    depth = [module.name for module in run.modules].index("body.second") + 1
+    assert str(run.plan) == f"step {steps}:{depth} step {5 * steps // 2}:0"
+    assert moves(tmp_path) == [*((steps, frozen) for frozen in range(1, depth + 1)), (5 * steps // 2, 0)]
+
+
+def test_a_plan_that_names_what_the_model_has_not_is_refused_and_what_never_runs_is_declined(tmp_path):
+    model = Named()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    arguments = {"total_steps": 10, "directory": tmp_path}
+    with pytest.raises(ConfigError, match=r"found 'body\.fourth', which is none"):
+        egeria.attach(model, optimizer, plan="0.5:body.fourth", **arguments)
+    ordered = {"loader": range(40), "plan": "epoch 1:1 0.5:2"}  # it is, with four micro-batches for a step
+    egeria.attach(model, optimizer, **ordered, **arguments).close()
+    with pytest.raises(ConfigError, match=r"found 'epoch 1:1' and none\. Pass the loader"):
+        egeria.attach(model, optimizer, plan="epoch 1:1", **arguments)
+    with (
+        egeria.attach(model, optimizer, plan="0.5:unused", **arguments) as run,
+        pytest.warns(UserWarning, match="unused"),
+    ):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        run.step(1.0)
+    (declined,) = read_journal(tmp_path).of(Declined)
+    assert declined.what == "freezing" and "found 'unused'" in declined.reason
+    assert not read_journal(tmp_path).of(FaultCaught)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.01}, {"lr": 0.01, "momentum": 0.9}])
+def test_what_has_not_trained_yet_has_no_optimizer_state_and_no_gradient(options, tmp_path):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = (torch.optim.SGD if "momentum" in options else torch.optim.AdamW)(model.parameters(), **options)
+    front, head = [*model[:3].parameters()], [*model[3].parameters()]
+    with egeria.attach(model, optimizer, total_steps=8, plan="0:3 0.5:0", directory=tmp_path) as run:
+        for step in range(8):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            if step > 0:  # the first backward pass shows what can be frozen
+                assert all((entry.grad is None) == (step < 4) for entry in front)
+            optimizer.step()
+            assert all(optimizer.state[entry] for entry in head)
+            assert all((entry in optimizer.state) == (step >= 4) for entry in front)
+            optimizer.zero_grad()
+            run.step(loss)
+
+
+def test_a_run_whose_loss_explodes_thaws_and_says_why(tmp_path):
+    training = Training(tmp_path, plan="0:2 0.75:1")
+    for step in range(TOTAL):
+        if step == 10:
+            with torch.no_grad():
+                training.model[3].weight.mul_(5)
+        training.train(1)
+    training.run.close()
+    (first, back), told = moves(tmp_path)[1:3], read_journal(tmp_path).of(Thawed)
+    assert first == (0, 2) and back == (16, 0) and "the training loss rose from" in told[0].reason
+    assert moves(tmp_path)[3:] == [(30, 1)], "the plan goes on with its next move"
+
+
+def test_a_refused_depth_is_asked_for_once():
+    policy = make(plan="0.5:1 0.7:2")
+    assert policy.observe(Interval(step=50, frozen=0)).frozen == 1
+    assert policy.observe(Interval(step=60, frozen=0, num_steps=10, loss=1.0)) is None
+    assert policy.observe(Interval(step=70, frozen=0, num_steps=10, loss=1.0)).frozen == 2
+
+
+def test_policies_without_a_plan_have_none_and_resume(tmp_path):
     for policy in ("egeria", "none"):
         training = Training(tmp_path / policy, policy=policy, total_steps=None).train(1)
+        resumed = Training(tmp_path / f"{policy} resumed", policy=policy, total_steps=None)
+        resumed.run.load_state_dict(training.run.state_dict())
+        resumed.run.close()
         assert training.run.plan is None and not read_journal(tmp_path / policy).of(PlanMade)
         training.run.close()
 

@@ -250,8 +250,7 @@ def histories(draw):
     size = draw(st.integers(5, 80))
     losses = draw(st.lists(st.one_of(st.none(), st.floats(0, 10)), min_size=size, max_size=size))
     rates = draw(st.lists(st.sampled_from([0.1, 0.05, 0.01, 0.001]), min_size=size, max_size=size))
-    values = draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))
-    return list(zip(losses, rates, values, strict=True))
+    return list(zip(losses, rates, draw(st.lists(st.floats(0, 1), min_size=size, max_size=size)), strict=True))
 
 
 @given(histories(), st.integers(2, 5), st.integers(2, 4), st.sampled_from(sorted(RULES)))

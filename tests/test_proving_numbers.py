@@ -147,8 +147,7 @@ def test_relative_metrics_are_judged_in_per_cent_of_plain():
 
 
 def test_a_run_that_diverged_is_never_within_and_shows():
-    runs = [outcome("none", 0, [90.0]), outcome("egeria", 0, [math.nan])]
-    (comparison,) = compare(runs, "none")
+    (comparison,) = compare([outcome("none", 0, [90.0]), outcome("egeria", 0, [math.nan])], "none")
     assert not comparison.is_within(comparison.find("egeria"))
     assert "not reached (0 of 1)" in time_table(comparison)
     assert "nan" in overview([comparison])

@@ -40,7 +40,6 @@ POLICIES = {
     "random": parse_policy("random:seed=1"),
     "freezeout": parse_policy("freezeout"),
     "autofreeze": parse_policy("autofreeze:plasticity.interval_steps=20"),
-    "smartfrz": parse_policy("smartfrz:plasticity.interval_steps=31,freeze_score=0.337"),
     "weight_change": parse_policy(f"weight_change:{OFTEN}"),
     "skipconv": parse_policy(f"skipconv:{OFTEN}"),
 }

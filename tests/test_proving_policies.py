@@ -87,7 +87,7 @@ def test_folders_are_names_that_any_file_system_takes():
         ),
         *("static", "plan:start=0.5", "plan:plan=0.5", "hft:seed=1", "random:seed=half", "random:start=1"),
         *("freezeout:shape=round", "freezeout:scaled=1", "autofreeze:percentile=101", "autofreeze:evaluations=1"),
-        *("smartfrz:plasticity.interval_steps=29", "smartfrz:freeze_score=2", "skipconv:plasticity.metric=cka"),
+        "skipconv:plasticity.metric=cka",
     ],
 )
 def test_what_is_no_policy_is_refused(text):

@@ -32,7 +32,6 @@ TEXTS = {
     "random": "random:seed=1",
     "freezeout": "freezeout",
     "autofreeze": "autofreeze:plasticity.interval_steps=12",
-    "smartfrz": "smartfrz:plasticity.interval_steps=32,freeze_score=0.05",
     "weight_change": f"weight_change:{OFTEN}",
     "skipconv": f"skipconv:{OFTEN}",
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,23 +20,20 @@ RECORDS = ROOT / "benchmarks" / "records"
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 
 
-def test_the_command_freezes_ever_more_and_keeps_what_it_found(tmp_path, capsys):
+def test_the_script_for_gpus_runs_tiny_on_a_cpu_and_keeps_what_it_found(tmp_path):
     pytest.importorskip("transformers")
-    arguments = ["gpt2", "--device", "cpu", "--small", "--rounds", "3", "--steps", "2", "--record", str(tmp_path)]
-    accelerator.main(arguments)
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert (found["rounds"], found["steps_of_a_turn"]) == (3, 2)
-    *rows, cached = found["rows"]
-    assert [entry["frozen"] for entry in rows] == sorted({entry["frozen"] for entry in rows})
-    assert [entry["cached"] for entry in found["rows"]] == [*[False] * len(rows), True]
-    deepest = rows[-1]
-    assert deepest["frozen"] < deepest["num_modules"] and deepest["plain_ms"] > 0
-    assert deepest["plain_peak_bytes"] is None, "a CPU does not say"
+    command = [ROOT / "scripts" / "gpu", tmp_path, "--device", "cpu", "--tiny"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["way"] for row in rows[:6]] == ["plain", "attached", *accelerator.SHARES]
+    assert [row["way"] for row in rows[6:]] == ["plain", "attached", *accelerator.COMPILED_SHARES]
+    depths = [row["frozen"] for row in rows]
+    assert depths[:2] == [0, 0] and depths[2:6] == sorted(depths[2:6]) and depths[5] == rows[0]["num_modules"] - 1
+    assert all(row["iteration_ms"] > 0 and row["peak_bytes"] == 0 for row in rows), "a CPU does not say"
     page = (tmp_path / "README.md").read_text()
-    assert f"| gpt2 | {cached['frozen']} of {cached['num_modules']}, cached |" in page
-    assert "not counted" in page
-    output = capsys.readouterr().out
-    assert "Worth a try" in output or "Not worth it" in output  # the model is small, and the machine may be busy
+    assert "| gpt2, compiled | half |" in page and "not told" in page
 
 
 def test_archives_of_versions_that_were_never_released_are_compared_as_then():

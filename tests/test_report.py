@@ -257,8 +257,7 @@ def test_where_only_the_beginning_ran_unfrozen_the_estimate_is_said_to_be_high(t
 
 
 def test_a_loss_of_time_is_shown_as_one(tmp_path):
-    course = [*run_of_75_steps()[:-1], closed(75, wall=3.0)]
-    made = report(write(tmp_path, course))
+    made = report(write(tmp_path, [*run_of_75_steps()[:-1], closed(75, wall=3.0)]))
     assert made.summary.wall.saved_s == pytest.approx(1.05 - 3.0)
     assert made.summary.wall.saved_share < 0
     assert "did not pay" in str(made)
@@ -272,8 +271,7 @@ def test_jitter_of_an_unfrozen_run_is_no_saving(tmp_path):
 
 
 def test_intervals_without_a_time_are_left_out(tmp_path):
-    course = [started(), interval(10, wall=0.0, cpu=0.0), interval(20), closed(30)]
-    summary = summary_of(tmp_path, course)
+    summary = summary_of(tmp_path, [started(), interval(10, wall=0.0, cpu=0.0), interval(20), closed(30)])
     assert summary.wall.unfrozen_iteration_s == pytest.approx(0.1)
 
 

@@ -397,8 +397,7 @@ def test_more_steps_than_the_run_was_to_have_are_told_of_once(tmp_path):
         attach(model, optimizer, tmp_path) as run,
     ):
         for batch in batches(2 * STEPS):
-            loss = plain_step(model, optimizer, batch)
-            run.step(loss)
+            run.step(plain_step(model, optimizer, batch))
     assert len(found) == 1
     (declined,) = read_journal(tmp_path).of(Declined)
     assert STEPS < declined.step <= STEPS + 2

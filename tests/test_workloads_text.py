@@ -178,8 +178,7 @@ class TestReading:
 def test_the_first_piece_of_a_word_has_its_tag_and_no_other(weights):
     tokenizer = load_tokenizer(weights)
     sentence = [("Egeria", "PROPN"), ("freezes", "VERB"), (".", "PUNCT")]
-    rows = tag_rows([sentence, sentence[1:2]], tokenizer, longest=64)
-    batch = rows.__getitems__([0, 1])
+    batch = tag_rows([sentence, sentence[1:2]], tokenizer, longest=64).__getitems__([0, 1])
     pieces = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
     labelled = [
         (piece, TAGS[label]) for piece, label in zip(pieces, batch["label"][0].tolist(), strict=True) if label >= 0

@@ -1,24 +1,23 @@
-"""What frozen layer modules save on an accelerator, at the size of real models, beside what advice foretells.
+"""What frozen layer modules save on an accelerator, at the size of real models: time and memory of an iteration.
 
-    python -m benchmarks.micro.accelerator [MODEL ...] [--device cuda] [--rounds 6] [--steps 10] [--small]
-        [--record benchmarks/records/NAME]
+    python -m benchmarks.micro.accelerator [MODEL ...] [--compiled] [--minutes 3] [--tiny] [--record DIR]
 
-Times only, on made-up batches: what is learnt does not matter to them. Advice is asked for first. Then, for a quarter,
-half and three quarters of the layer modules, two copies train in one process in turn, a few steps at a time: one
-plainly, one attached with these modules frozen by a plan from the start. A turn ends when the accelerator
-has done all of it. The saving is 1 less the ratio of the sums, its spread that of rounds. The cache is off, but in one
-more row for the half: the same few batches come again and again, so that there it may have all of them.
+Times only, on made-up batches: what is learnt does not matter to them. Copies of a model train in one process in
+turn, a few steps each, in bfloat16: one plainly, one attached with nothing frozen, and one each with a third, half,
+two thirds and all but the last of the layer modules frozen from the first step. A turn ends when the accelerator has
+done all of it. What is saved is 1 less the ratio to the plain turn of the same round, as median and quartiles. The
+cache is off.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import operator
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,260 +25,247 @@ import torch
 from torch import Tensor, nn
 
 import egeria
-from benchmarks.micro.interleaved import compare
 from benchmarks.proving.running.recipe import describe_circumstances
 
 Batch = dict[str, Tensor]
-SHARES = (0.25, 0.5, 0.75)
-WARMUP = 3
-"""Turns that are not counted: the first of a shape choose kernels."""
+SHARES = {"a third": 1 / 3, "half": 1 / 2, "two thirds": 2 / 3, "all but the last": 1.0}
+COMPILED_SHARES = ("half", "all but the last")
+"""Each depth is compiled anew, which takes half a minute."""
+STEPS, WARMUP, FEWEST, MOST = 5, 3, 4, 40
+"""Steps of a turn, turns that are not counted, and the fewest and the most rounds that are."""
 NUM_BATCHES = 4
-TOTAL_STEPS = 4000
-"""That the run is told: the end is far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model as it is trained; `make` is called with whether it shall be small."""
+    """A model as it is trained; both are called with whether it shall be tiny."""
 
     make: Callable[[bool], nn.Module]
     batch: Callable[[bool], Batch]
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    is_convolutional: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One model with so many of its layer modules frozen; savings are shares of the time of its iterations."""
-
-    model: str
-    frozen: int
-    num_modules: int
-    cached: bool
-    foretold: float | None
-    measured: float
-    quartiles: tuple[float, float]
-    plain_ms: float
-    """Of an iteration, wall-clock."""
-    plain_peak_bytes: int | None
-    """Most memory in use during a turn less what is in use between turns: activations, and gradients as they come."""
-    frozen_peak_bytes: int | None
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=2e-5)
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-
-
-def _bert(small: bool) -> nn.Module:
+def _bert(tiny: bool) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 (slow to import)
 
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128} if small else {}
-    return BertForSequenceClassification(BertConfig(num_hidden_layers=12, **sizes))
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64} if tiny else {}
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=4 if tiny else 12, **sizes))
 
 
-def _sentences(small: bool) -> Batch:
-    count, length = (4, 16) if small else (32, 128)
+def _sentences(tiny: bool) -> Batch:
+    count, length = (4, 16) if tiny else (32, 128)
     return {"input_ids": torch.randint(1000, 30_000, (count, length)), "labels": torch.randint(0, 2, (count,))}
 
 
-def _gpt2(small: bool) -> nn.Module:
+def _gpt2(tiny: bool) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
 
-    sizes = {"n_embd": 64, "n_head": 2} if small else {}
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 4, "vocab_size": 1000} if tiny else {}
     return GPT2LMHeadModel(GPT2Config(**sizes))
 
 
-def _texts(small: bool) -> Batch:
-    tokens = torch.randint(0, 50_000, (2, 32) if small else (8, 512))
+def _texts(tiny: bool) -> Batch:
+    tokens = torch.randint(0, 1000, (2, 32) if tiny else (8, 512))
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _vit(small: bool) -> nn.Module:
+def _vit(tiny: bool) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification  # noqa: PLC0415
 
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128} if small else {}
-    return ViTForImageClassification(ViTConfig(num_labels=1000, **sizes))
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 4}
+    return ViTForImageClassification(ViTConfig(num_labels=1000, **(sizes if tiny else {})))
 
 
-def _resnet50(small: bool) -> nn.Module:
+def _resnet50(tiny: bool) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification  # noqa: PLC0415
 
-    model: nn.Module = ResNetForImageClassification(ResNetConfig(num_labels=1000))
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [2, 2, 2, 2]} if tiny else {}
+    return ResNetForImageClassification(ResNetConfig(num_labels=1000, **sizes))
 
 
-def _images(small: bool) -> Batch:
-    count = 2 if small else 64
+def _images(tiny: bool) -> Batch:
+    count = 2 if tiny else 64
     return {"pixel_values": torch.randn(count, 3, 224, 224), "labels": torch.randint(0, 1000, (count,))}
 
 
 SUBJECTS = {
-    "bert-base": Subject(make=_bert, batch=_sentences, optimizer=_adamw),
-    "gpt2": Subject(make=_gpt2, batch=_texts, optimizer=_adamw),
-    "vit-base": Subject(make=_vit, batch=_images, optimizer=_adamw),
-    "resnet50": Subject(make=_resnet50, batch=_images, optimizer=_sgd),
+    "bert-base": Subject(make=_bert, batch=_sentences),
+    "vit-base": Subject(make=_vit, batch=_images),
+    "resnet50": Subject(make=_resnet50, batch=_images, is_convolutional=True),
+    "gpt2": Subject(make=_gpt2, batch=_texts),
 }
 
 
-class Trainer:
-    """A model, its optimizer, and batches that lie on its device."""
+@dataclass
+class Copy:
+    """One copy of a model in training; `seconds` are those of its counted turns."""
 
-    def __init__(self, subject: Subject, device: torch.device, small: bool) -> None:
+    subject: Subject
+    options: argparse.Namespace
+    batches: list[Batch]
+    plan: str | None
+    """None trains plainly; empty attaches and freezes nothing."""
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    """Most memory that it had in use: weights, gradients, optimizer state and activations."""
+
+    def __post_init__(self) -> None:
+        device = torch.device(self.options.device)
+        self._held_bytes = 0
+        before_bytes = self._allocated()
         torch.manual_seed(0)
-        self.device = device
-        self.model = subject.make(small).to(device)
-        self.optimizer = subject.optimizer(self.model)
-        drawn = [subject.batch(small) for _ in range(NUM_BATCHES)]
-        self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in drawn]
+        self.model = self.subject.make(self.options.tiny).to(device)
+        if self.subject.is_convolutional:
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-5)
+        self.called: Any = torch.compile(self.model) if self.options.compiled else self.model
         self.run: egeria.Run | None = None
-        self._next = 0
+        if self.plan is not None:
+            # Of these the cut is that of a fine-tuning.
+            config = {"policy": {"pretrained": True, "plan": self.plan}, "cache": {"enabled": False}}
+            self._folder = tempfile.TemporaryDirectory()
+            given: dict[str, Any] = {"total_steps": 10**6, "config": config, "directory": self._folder.name}
+            self.run = egeria.attach(self.called, self.optimizer, **given)
+        for _ in range(WARMUP):
+            self.take_turn()
+        self.seconds, self.peak_bytes = [], 0
+        self._held_bytes = self._allocated() - before_bytes
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss, computed in bfloat16."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss: Tensor = model(**batch).loss
-        return loss
-
-    def freeze(self, depth: int, directory: Path, *, cached: bool) -> None:
-        """Attach, and make the step with which the front `depth` layer modules freeze."""
-        given: dict[str, Any] = {"plan": f"0:{depth}", "config": {"cache": {"enabled": "auto" if cached else False}}}
-        self.run = egeria.attach(self.model, self.optimizer, total_steps=TOTAL_STEPS, directory=directory, **given)
-        self.train(1)
-
-    def train(self, steps: int) -> None:
-        """Make so many steps, and wait for the accelerator."""
+    def take_turn(self) -> None:
+        """Make a few steps, and wait for the accelerator."""
+        device, before_bytes = torch.device(self.options.device), self._allocated()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        begin = time.perf_counter()
         self.model.train()
-        for _ in range(steps):
-            self._next = (self._next + 1) % NUM_BATCHES
-            loss = self.loss(self.model, self.batches[self._next])
+        for number in range(STEPS):
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = self.called(**self.batches[number % NUM_BATCHES]).loss
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if self.run:
+            if self.run is not None:
                 self.run.step(loss)
-        _wait(self.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            peak_bytes = torch.cuda.max_memory_allocated(device) - before_bytes + self._held_bytes
+            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.seconds.append(time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self.run is not None:
+            self.run.close()
+            self._folder.cleanup()
+
+    def _allocated(self) -> int:
+        device = torch.device(self.options.device)
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-@dataclass
-class Turns:
-    """Trains by turns, and notes the memory that they take."""
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way of training a model; what is saved is a share of the time of a plain iteration."""
 
-    trainer: Trainer
-    steps: int
-    peak_bytes: int | None = None
-    """Of the last turn."""
-
-    def __call__(self) -> None:
-        """Take a turn."""
-        device = self.trainer.device
-        held = _memory(device, peak=False)
-        self.trainer.train(self.steps)
-        self.peak_bytes = _memory(device, peak=True) - held if device.type == "cuda" else None
-
-
-def measure(name: str, options: argparse.Namespace) -> list[Row]:
-    """Ask for advice, then train with ever more layer modules frozen."""
-    device, subject = torch.device(options.device), SUBJECTS[name]
-    asked = Trainer(subject, device, options.small)
-    advice = egeria.advise(asked.model, asked.optimizer, asked.batches, loss=asked.loss)
-    print(f"{name}\n{advice}\n", flush=True)
-    most = advice.costs[-1].depth
-    depths = sorted({max(1, min(most, round(share * len(advice.modules)))) for share in SHARES}) if most else []
-    half = depths[len(depths) // 2 :][:1]
-    return [
-        *(_row(name, advice, depth, options) for depth in depths),
-        *(_row(name, advice, depth, options, cached=True) for depth in half),
-    ]
+    model: str
+    way: str
+    frozen: int
+    num_modules: int
+    iteration_ms: float
+    saved: float
+    quartiles: tuple[float, float]
+    peak_bytes: int
+    """0 where the device does not say."""
+    rounds: int
 
 
-def _row(name: str, advice: egeria.Advice, depth: int, options: argparse.Namespace, *, cached: bool = False) -> Row:
-    device, subject = torch.device(options.device), SUBJECTS[name]
-    plain, frozen = (Turns(Trainer(subject, device, options.small), options.steps) for _ in range(2))
-    with tempfile.TemporaryDirectory() as folder:
-        frozen.trainer.freeze(depth, Path(folder), cached=cached)
-        found = compare(plain, frozen, rounds=options.rounds, warmup=WARMUP)
-        run = frozen.trainer.run
-        assert run is not None and run.frozen == depth, "frozen from the start"
-        run.close()
-    low, _, high = statistics.quantiles(map(operator.truediv, found.second_wall_s, found.first_wall_s), n=4)
-    row = Row(
-        model=name,
-        frozen=depth,
-        num_modules=len(advice.modules),
-        cached=cached,
-        foretold=None if cached else advice.saving(f"0:{depth}"),
-        measured=1 - found.total_ratio()[1],
-        quartiles=(1 - high, 1 - low),
-        plain_ms=1000 * statistics.fmean(found.first_wall_s) / options.steps,
-        plain_peak_bytes=plain.peak_bytes,
-        frozen_peak_bytes=frozen.peak_bytes,
-    )
-    print(row, flush=True)
-    return row
+def measure(name: str, options: argparse.Namespace, seconds: float) -> list[Row]:
+    """Train all copies of a model in turn for about so many seconds; return a row for each."""
+    ends, subject, device = time.monotonic() + seconds, SUBJECTS[name], torch.device(options.device)
+    torch.manual_seed(0)
+    drawn = [subject.batch(options.tiny) for _ in range(NUM_BATCHES)]
+    batches = [{key: tensor.to(device) for key, tensor in batch.items()} for batch in drawn]
+    copies = {way: Copy(subject, options, batches, plan) for way, plan in (("plain", None), ("attached", ""))}
+    run = copies["attached"].run
+    assert run is not None
+    num_modules = len(run.modules)
+    for way in COMPILED_SHARES if options.compiled else SHARES:
+        depth = min(max(1, round(SHARES[way] * num_modules)), num_modules - 1)
+        copies[way] = Copy(subject, options, batches, f"0:{depth}")
+    num_rounds = 0
+    while num_rounds < FEWEST or (num_rounds < MOST and time.monotonic() < ends):
+        order = list(copies.values())
+        for copy in order if num_rounds % 2 else reversed(order):
+            copy.take_turn()
+        num_rounds += 1
+    plain_s, rows = copies["plain"].seconds, []
+    for way, copy in copies.items():
+        ratios = [own / other for own, other in zip(copy.seconds, plain_s, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        row = Row(
+            model=f"{name}{', compiled' if options.compiled else ''}",
+            way=way,
+            frozen=copy.run.frozen if copy.run else 0,
+            num_modules=num_modules,
+            iteration_ms=1000 * statistics.median(copy.seconds) / STEPS,
+            saved=1 - middle,
+            quartiles=(1 - high, 1 - low),
+            peak_bytes=copy.peak_bytes,
+            rounds=num_rounds,
+        )
+        copy.close()
+        print(_line(row), flush=True)
+        rows.append(row)
+    return rows
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _memory(device: torch.device, *, peak: bool) -> int:
-    if device.type != "cuda":
-        return 0
-    if peak:
-        return torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+def _line(row: Row) -> str:
+    low, high = row.quartiles
+    saved = "" if row.way == "plain" else f"{row.saved:.1%} ({low:.1%} to {high:.1%})"
+    memory = f"{row.peak_bytes / 2**30:.2f} GiB" if row.peak_bytes else "not told"
+    what = f"{row.frozen} of {row.num_modules}" if row.frozen else "none"
+    return f"| {row.model} | {row.way} | {what} | {row.iteration_ms:.1f} ms | {saved} | {memory} |"
 
 
 def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
     """Return the README of the record."""
-    lines = [
-        "# What frozen layer modules save on an accelerator",
-        "",
-        "    python -m benchmarks.micro.accelerator --record RECORD",
-        "",
-        f"Wall-clock time of iterations in bfloat16 on one {made_with['accelerator']}, batches of made-up data. "
-        "[How it is measured](../../micro/accelerator.py).",
-        "",
-        "| model | frozen | plain iteration | foretold | saved (quartiles of rounds) | memory of a step |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        low, high = row.quartiles
-        memory = "not counted"
-        if row.plain_peak_bytes and row.frozen_peak_bytes:
-            memory = f"{row.plain_peak_bytes / 2**30:.2f} to {row.frozen_peak_bytes / 2**30:.2f} GiB"
-        foretold = "-" if row.foretold is None else f"{row.foretold:.1%}"
-        front = f"{row.frozen} of {row.num_modules}" + ", cached" * row.cached
-        lines.append(
-            f"| {row.model} | {front} | {row.plain_ms:.1f} ms | {foretold} "
-            f"| {row.measured:.1%} ({low:.1%} to {high:.1%}) | {memory} |"
-        )
-    return "\n".join([*lines, ""])
+    return "\n".join(
+        [
+            "# What frozen layer modules save on an accelerator",
+            "",
+            f"Wall-clock time of iterations in bfloat16 on {made_with['accelerator']}, torch {made_with['torch']}, "
+            "batches of made-up data. [How it is measured](../../micro/accelerator.py).",
+            "",
+            "| model | way | frozen | iteration | saved (quartiles of rounds) | most memory |",
+            "| --- | --- | --- | ---: | ---: | ---: |",
+            *map(_line, rows),
+            "",
+        ]
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print; with `--record` keep."""
+    """Measure and print; with `--record` keep, beside what is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SUBJECTS)}; all if none is given")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
-    parser.add_argument("--small", action="store_true", help="small models, to try the command")
+    parser.add_argument("--compiled", action="store_true", help="with torch.compile, at two depths")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for all models together")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args(arguments)
-    rows: list[Row] = []
-    for name in options.models or SUBJECTS:
-        rows += measure(name, options)
+    models = options.models or list(SUBJECTS)
+    rows = list[Row]()
+    if options.record and (path := options.record / "results.json").exists():
+        rows += [Row(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    for name in models:
+        rows += measure(name, options, 60 * options.minutes / len(models))
         if options.record:
             made_with = describe_circumstances(torch.device(options.device))
             options.record.mkdir(parents=True, exist_ok=True)
-            found = {"rows": [asdict(row) for row in rows], "made_with": made_with}
-            found |= {"rounds": options.rounds, "steps_of_a_turn": options.steps}
+            found = {"rows": [asdict(row) for row in rows], "made_with": made_with, "steps_of_a_turn": STEPS}
             (options.record / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             (options.record / "README.md").write_text(describe(rows, made_with), encoding="utf-8")
 

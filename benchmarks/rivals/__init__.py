@@ -14,7 +14,6 @@ from benchmarks.rivals.base import Rival, read_options
 from benchmarks.rivals.by_hand import Half, HeadOnly, Short
 from benchmarks.rivals.by_rule import SkipConv, WeightChange
 from benchmarks.rivals.gradients import AutoFreeze
-from benchmarks.rivals.smartfrz import SmartFrz
 from benchmarks.rivals.timed import FreezeOut, RandomTimes
 from benchmarks.workloads.workload import Training
 
@@ -26,7 +25,6 @@ RIVALS: dict[str, type[Rival]] = {
     "short": Short,
     "freezeout": FreezeOut,
     "autofreeze": AutoFreeze,
-    "smartfrz": SmartFrz,
     "skipconv": SkipConv,
     "weight_change": WeightChange,
     "random": RandomTimes,

@@ -4,8 +4,9 @@
     python examples/cluster/ray_train.py --workers 1-2                as many as there is room for at the time
     ray job submit --working-dir . -- python examples/cluster/ray_train.py --workers 2
 
-All other arguments are those of train.py. A checkpoint is reported after each epoch; where a worker dies, all begin
-again from the last one, on as many workers as there are then, with what was frozen. Needs `pip install egeria[ray]`.
+All other arguments are those of train.py; give `--directory` a place that all hosts have. A checkpoint is reported
+after each epoch; where a worker dies, all begin again from the last one, on as many workers as there are then, with
+what was frozen. Needs `pip install 'ray[train]>=2.51'`.
 """
 
 from __future__ import annotations
@@ -31,37 +32,32 @@ def train_in_worker(settings: dict[str, Any]) -> None:
     sys.path.insert(0, settings["folder"])  # the same on each host
     import train  # noqa: PLC0415
 
-    import egeria.integrations.ray as egeria_ray  # noqa: PLC0415
-
     class RayJob(train.Job):  # type: ignore[name-defined, misc]
-        """Workers that Ray has joined, and checkpoints that it keeps."""
+        """Workers that Ray has joined, and checkpoints that it keeps: the state of the run is one part of them."""
 
         def prepare(self, model: nn.Module) -> nn.Module:
             wrapped: nn.Module = prepare_model(model)
             return wrapped
-
-        def attach(self, *parts: Any, **given: Any) -> Any:
-            return egeria_ray.attach(*parts, **given)
 
         def load(self, parts: dict[str, Any], run: Any) -> int:
             checkpoint = ray.train.get_checkpoint()
             if checkpoint is None:
                 return 0
             with checkpoint.as_directory() as folder:
-                saved = torch.load(Path(folder) / STATES, map_location="cpu", weights_only=False)
-            for name, part in parts.items():
+                saved = torch.load(Path(folder) / STATES, map_location="cpu", weights_only=True)
+            for name, part in {**parts, "run": run}.items():
                 part.load_state_dict(saved[name])
-            run.restore()
             return int(saved["epoch"])
 
         def save(self, parts: dict[str, Any], run: Any, epoch: int, metrics: dict[str, float]) -> None:
+            metrics = {**metrics, "frozen": run.frozen}
             if distributed.is_initialized() and distributed.get_rank() > 0:
-                run.report(metrics)
+                ray.train.report(metrics)
                 return
             with tempfile.TemporaryDirectory() as folder:
-                states = {name: part.state_dict() for name, part in parts.items()}
+                states = {name: part.state_dict() for name, part in {**parts, "run": run}.items()}
                 torch.save({**states, "epoch": epoch}, Path(folder) / STATES)
-                run.report(metrics, Checkpoint.from_directory(folder))
+                ray.train.report(metrics, Checkpoint.from_directory(folder))
 
     train.train(train.parse(settings["arguments"]), RayJob())
 

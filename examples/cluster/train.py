@@ -92,10 +92,6 @@ class Job:
         """Return what the loop calls: the model, wrapped where there are other processes."""
         return DistributedDataParallel(model) if distributed.is_initialized() else model
 
-    def attach(self, *parts: Any, **settings: Any) -> Any:
-        """Attach egeria."""
-        return egeria.attach(*parts, **settings)
-
     def load(self, parts: dict[str, Any], run: Any) -> int:
         """Bring all parts to where the last epoch ended, in every process; return how many epochs are done."""
         is_there = self.checkpoint is not None and self.checkpoint.exists()
@@ -107,7 +103,7 @@ class Job:
             raise SystemExit(f"Not all hosts have {self.checkpoint}. Put it on storage that all of them mount.")
         if self.checkpoint is None or not is_there:
             return 0
-        saved = torch.load(self.checkpoint, map_location="cpu", weights_only=False)
+        saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         for name, part in {**parts, "run": run}.items():
             part.load_state_dict(saved[name])
         return int(saved["epoch"])
@@ -151,7 +147,7 @@ def train(options: argparse.Namespace, job: Job) -> float:
     total_steps = len(loader) * options.epochs
     shape = partial(warmup_and_decay, num_warm=len(loader), num_steps=total_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
-    run = job.attach(
+    run = egeria.attach(
         network,
         optimizer,
         loader,

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from egeria import tree
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import check, count, read_plan, wrong_plan
+from egeria.config.checks import check, count, read_plan, resolve, wrong_plan
 from egeria.distributed.ranks import world_size
 from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
@@ -49,7 +49,7 @@ MOST_DEPTHS = 8
 SLOW_READING = 0.2
 """Share of an iteration; a batch that takes longer to read gets a note."""
 LEAST_SAVING = 0.03
-"""Share of the training time that freezing half of the model for half of the training must save."""
+"""Share of the training time that a plan must save to be worth a try."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,6 +86,7 @@ class Advice:
     def saving(self, plan: str) -> float:
         """Return the share of the training time that a plan saves, such as "0.5:2 0.75:3"."""
         check("plan", plan, wrong_plan)
+        plan = resolve(plan, [(name,) for name in self.modules], None)
         if any(move.is_step for move in read_plan(plan)):
             raise ConfigError(
                 f'plan takes shares of the training such as "0.5:2", found {plan!r}. Divide by all.'
@@ -98,8 +99,8 @@ class Advice:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether freezing is worth a try: half of the model for half of the time saves 3 %."""
-        return self.saving(self._half) >= LEAST_SAVING
+        """Whether freezing is worth a try: the plan saves at least 3 %."""
+        return self.saving(self._tried) >= LEAST_SAVING
 
     @property
     def verdict(self) -> str:
@@ -107,11 +108,11 @@ class Advice:
         if not self.costs[-1].depth:
             return "Not worth it: nothing can be frozen."
         saved, most = (
-            percent(self.saving(plan)) for plan in (self._half, f"0:{len(self.modules)}")
+            percent(self.saving(plan)) for plan in (self._tried, f"0:{len(self.modules)}")
         )
         saves = f"saves {saved} of the training time, and no plan more than {most}"
         worth = "Worth a try" if self.is_worth_it else "Not worth it"
-        return f"{worth}: the plan {self._half!r} {saves}."
+        return f"{worth}: the {'default ' if self.plan else ''}plan {self._tried!r} {saves}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -125,11 +126,8 @@ class Advice:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         lines += ["", self.verdict]
-        if self.plan:
-            saved = percent(self.saving(self.plan))
-            lines.append(f"The default plan {self.plan!r} saves {saved} of the training time.")
-        elif self.costs[-1].depth:
-            lines.append('By default nothing is frozen here: give attach a plan, such as "0.5:2".')
+        if self.costs[-1].depth and not self.plan:
+            lines.append("By default nothing is frozen here: give attach a plan, such as this one.")
         if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
             reading = f"Reading a batch takes {duration(self.reading_s)}"
             lines.append(f"{reading} with any plan. Workers of the loader would hide it.")
@@ -146,9 +144,9 @@ class Advice:
         return f"{cost.depth}", name, times[0], saved, times[1], peak
 
     @property
-    def _half(self) -> str:
-        """The plan that freezes the front half of the model for half of the training."""
-        return f"0.5:{len(self.modules) // 2}"
+    def _tried(self) -> str:
+        """The default plan, else one that freezes half of the model for half of the training."""
+        return self.plan or f"0.5:{len(self.modules) // 2}"
 
 
 def advise(
@@ -234,7 +232,7 @@ class _Training:
             modules=modules,
             costs=tuple(median_low(found[depth]) for depth in sorted(found)),
             # In shares of the steps, whatever their number.
-            plan=str(draw_up(modules, bool(settings.policy.pretrained), total_steps=1)),
+            plan=str(draw_up(modules, 1, pretrained=settings.policy.pretrained is True)),
             reading_s=reading_s,
             obstacles=tuple(dict.fromkeys(obstacles)),
         )
@@ -379,5 +377,4 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(batch, Mapping):
         raise TypeError(f"a batch that is a {type(batch).__name__} and no dictionary")
     device = next(model.parameters()).device
-    moved = tree.map_tensors(lambda part: part.to(device), batch)
-    return cast(Tensor, model(**moved).loss)
+    return cast(Tensor, model(**tree.map_tensors(lambda part: part.to(device), batch)).loss)

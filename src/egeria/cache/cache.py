@@ -140,8 +140,7 @@ class Cache:
         if generation is None or not is_training or torch.compiler.is_compiling():
             return call()
         with self._guard(generation):
-            batch = Batch.of_call(args, kwargs, generation.boundary.device.type)
-            found = generation.look_up(batch)
+            found = generation.look_up(Batch.of_call(args, kwargs, generation.boundary.device.type))
         if found is None or self._generation is not generation:
             return call()
         return self._make_pass(generation, call, found)

@@ -126,8 +126,7 @@ class Generation:
 
     def look_up(self, batch: Batch) -> Found | None:
         """Return what is known of a batch; None where it is to be computed and forgotten."""
-        is_packed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        require(not is_packed, PACKED)
+        require(torch._C._autograd._top_saved_tensors_default_hooks(True) is None, PACKED)
         require(not batch.needs_grad, PROMPTED)
         if not self._is_proven(batch):
             return Found(batch=batch, keys=[], known=[]) if self._first is None else None
@@ -238,8 +237,9 @@ class Generation:
         if layout is None or layout.length_axis is None:
             return row_keys(batch), None
         lengths = true_lengths(batch)
-        keys = None if lengths is None else row_keys(batch, lengths, layout.cut_names)
-        return keys, lengths
+        return (
+            row_keys(batch, lengths, layout.cut_names) if lengths is not None else None
+        ), lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
         """Return what crosses for a batch, computed where it is not known; None: no fit."""

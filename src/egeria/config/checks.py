@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from egeria.errors import ConfigError
@@ -56,8 +57,7 @@ def optional(rule: Rule) -> Rule:
 
 def number(within: Callable[[float], bool], contract: str) -> Rule:
     """Return the rule for a finite number within limits."""
-    kinds = (int, float)
-    return satisfies(lambda x: _is_a(x, kinds) and math.isfinite(x) and within(x), contract)
+    return satisfies(lambda x: _is_a(x, (int, float)) and math.isfinite(x) and within(x), contract)
 
 
 def count(at_least: int = 1) -> Rule:
@@ -91,8 +91,14 @@ def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-PLAN_TEXT = 'text such as "0.5:1 0.6:2 0.75:4" or "step 500:2"'
-_MOVE = re.compile(r"(step \s*(?P<step>\d+)|(?P<share>\d+\.?\d*|\.\d+)):(?P<depth>\d+)(?=\s|$)")
+PLAN_TEXT = 'text such as "0.5:1 0.75:2", "step 500:2" or "epoch 3:encoder.layer.1"'
+_ENTRY = re.compile(r"(?:(?:step|epoch)\s+)?\S+")
+_MOVE = re.compile(
+    r"(?:step\s+(?P<step>\d+)|epoch\s+(?P<epoch>\d+\.?\d*)|(?P<share>\d+\.?\d*|\.\d+))"
+    r":(?:(?P<depth>\d+)|(?P<name>(?=\S*[A-Za-z_])\w[\w.-]*))(?=\s|$)"
+)
+ROUNDING = 1e-9  # a moment must not miss a whole step by an error in the last digit
+_UNITS = {"share": "shares of the steps", "step": "steps", "epoch": "epochs"}
 
 
 class Move(NamedTuple):
@@ -114,24 +120,75 @@ class Move(NamedTuple):
 
 
 def read_plan(text: str) -> tuple[Move, ...]:
-    """Return the moves of a text that `wrong_plan` finds nothing wrong with."""
+    """Return the moves of a text that `resolve` gave."""
     return tuple(
         Move(float(found["step"] or found["share"]), int(found["depth"]), bool(found["step"]))
         for found in _MOVE.finditer(text)
     )
 
 
+def resolve(text: str, modules: Sequence[Sequence[str]], epoch_steps: int | None) -> str:
+    """Return the text of a plan with steps for epochs, and numbers for names of layer modules.
+
+    Args:
+        text: one that `wrong_plan` finds nothing wrong with.
+        modules: names of the submodules in each layer module, front to back.
+        epoch_steps: optimizer steps of an epoch; None where that is not known.
+
+    Raises:
+        ConfigError: a name is not one of them, or epochs have no known length.
+    """
+
+    def plain(found: re.Match[str]) -> str:
+        depth = found["depth"] or _find_depth(modules, found["name"].rpartition("-")[2])
+        if found["epoch"] is None:
+            return f"{found[0].partition(':')[0]}:{depth}"
+        if epoch_steps is None:
+            raise ConfigError(
+                f"A plan with epochs needs a loader that has a length, found {text!r} and none. "
+                "Pass the loader to attach, or give steps or shares."
+            )
+        return f"step {math.ceil(float(found['epoch']) * epoch_steps - ROUNDING)}:{depth}"
+
+    return " ".join(map(plain, _MOVE.finditer(text)))
+
+
+def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
+    """Return how many layer modules there are up to and with the last one of a name.
+
+    The name is that of a submodule or the end of it, such as "encoder.layer.5"; the submodule may
+    lie in a layer module, or hold several.
+    """
+    found = dict[str, int]()  # by what stands before the name
+    for depth, own in enumerate(modules, start=1):
+        for held in own:
+            head, match, _ = f".{held}.".partition(f".{name}.")
+            if match:
+                found[head] = depth
+    if "" in found or len(found) == 1:
+        return found.get("") or max(found.values())
+    known = [held for own in modules for held in own]
+    near = difflib.get_close_matches(name, known, n=2) or known[-1:]
+    raise ConfigError(
+        f"A plan names one submodule of the model, found {name!r}, which is "
+        f"{'several' if found else 'none'}. Give a whole name such as {near[0]!r}, or a number of "
+        "layer modules."
+    )
+
+
 def wrong_plan(text: Any) -> str:
     """Rule for the text of a plan."""
     if not isinstance(text, str):
-        return f"{PLAN_TEXT}: share of the steps, or a step, and how many modules are frozen then"
-    if rest := " ".join(_MOVE.sub(" ", text).split()):
-        return f"{PLAN_TEXT}, where {rest!r} is no share or step : number of layer modules"
-    shares = [move.time for move in read_plan(text) if not move.is_step]
-    steps = [move.time for move in read_plan(text) if move.is_step]
-    for times, what in ((shares, "shares of the steps"), (steps, "steps")):
-        if times != sorted(set(times)):
+        return f"{PLAN_TEXT}: a moment, and how many layer modules are frozen from then on"
+    times: dict[str, list[float]] = {unit: [] for unit in _UNITS}
+    for number, entry in enumerate(_ENTRY.findall(text), start=1):
+        if (found := _MOVE.fullmatch(entry)) is None:
+            return f"{PLAN_TEXT}, where entry {number}, {entry!r}, is no moment:layer modules"
+        unit, time = next((unit, found[unit]) for unit in _UNITS if found[unit])
+        times[unit].append(float(time))
+    for unit, what in _UNITS.items():
+        if times[unit] != sorted(set(times[unit])):
             return f"{PLAN_TEXT}, with {what} that rise from entry to entry"
-    if shares and shares[-1] >= 1:
-        return f"{PLAN_TEXT}, with shares of the steps below 1 and not {shares[-1]:g}"
+    if times["share"] and times["share"][-1] >= 1:
+        return f"{PLAN_TEXT}, with shares of the steps below 1 and not {times['share'][-1]:g}"
     return ""

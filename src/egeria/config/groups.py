@@ -24,9 +24,9 @@ class PolicyConfig(SettingsGroup):
     """'plan' (also as 'static'), 'linear' (the even plan), 'egeria' (the rule of the paper),
     'none', or any `egeria.policy.Maker`: a callable that makes an `egeria.policy.Policy`."""
     plan: str | None = setting(None, optional(checks.wrong_plan))
-    """Share of the steps : front layer modules frozen from then on, such as "0.5:1 0.75:2", or
-    "step 500:2". More than there are mean all but the last; fewer thaw the others. None: 'plan'
-    draws one up."""
+    """Moment : front layer modules frozen from then on, such as "0.5:1 0.75:2", "step 500:2" or
+    "epoch 2:encoder.layer.1". More than there are mean all but the last; fewer thaw the others.
+    None: 'plan' draws one up."""
     start: float = setting(0.5, _BELOW_1)
     """'linear': share of the steps before which nothing freezes. Composer: 0.5."""
     pretrained: bool | str = setting("auto", checks.FLAG_OR_AUTO)

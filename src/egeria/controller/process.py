@@ -79,8 +79,7 @@ class ProcessController(Controller):
         self._plan, self._timeout_s, self._seconds_left = plan, timeout_s, seconds_left
         self._load_limit = load_limit
         # Of snapshots, of evaluations, and of what the process prints. They have no names.
-        num_files = NUM_SNAPSHOTS + QUEUE_LENGTH + 1
-        self._files = [os.memfd_create("egeria") for _ in range(num_files)]
+        self._files = [os.memfd_create("egeria") for _ in range(NUM_SNAPSHOTS + QUEUE_LENGTH + 1)]
         self._held = contextlib.ExitStack()
         for file in self._files:
             self._held.callback(os.close, file)
@@ -163,8 +162,9 @@ class ProcessController(Controller):
             return False
         pack(content, self._files[file])
         if not self._unanswered:
-            start_s = 0.0 if self._child else START_S
-            self._deadline_s = time.monotonic() + start_s + self._timeout_s
+            self._deadline_s = (
+                time.monotonic() + (0.0 if self._child else START_S) + self._timeout_s
+            )
         if self._child is None:
             self._start()
         self._unanswered.append(Message(file, ticket))

@@ -18,7 +18,7 @@ from egeria.policy import Maker
 from egeria.policy.plan import PLANNED
 from egeria.report.trackers import FOLDER, Tracker
 from egeria.session import EgeriaWarning, Run
-from egeria.session.checks import choose_rule, read_config
+from egeria.session.checks import choose_rule, length_of, read_config
 
 try:
     from lightning.pytorch import Callback
@@ -173,7 +173,10 @@ def _reason_to_decline(trainer: Any, pl_module: Any, config: Config) -> str:
     if _FOLLOWED.isdisjoint(strategies) or not _OTHERS.isdisjoint(strategies):
         return f"the strategy {strategies[0]} is not followed. Use strategy='ddp' where that fits"
     name, plan = config.policy.name, config.policy.plan or ""
-    if _total_steps(trainer) is None and name in PLANNED and "step" not in plan:
+    units = set(plan.split()) & {"step", "epoch"}
+    if "epoch" in units and trainer.num_training_batches != length_of(trainer.train_dataloader):
+        return "epochs of its plan need one loader of known length, not limited. Give it in steps"
+    if _total_steps(trainer) is None and name in PLANNED and not units:
         give = "Give Trainer(max_steps=...), or limit_train_batches as a number beside max_epochs"
         return f"the policy {name!r} needs the length of the training, which is unknown. {give}"
     return ""

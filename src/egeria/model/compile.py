@@ -84,7 +84,6 @@ def seconds_so_far() -> float:
 def _set_limits() -> None:
     config: Any = torch._dynamo.config
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        own = _users.setdefault(name, getattr(config, name))
-        setattr(config, name, own + sum(_room.values()))
+        setattr(config, name, _users.setdefault(name, getattr(config, name)) + sum(_room.values()))
     if not _room:
         _users.clear()

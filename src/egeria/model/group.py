@@ -158,8 +158,7 @@ class _Census:
         if module in self._blocks:
             return "block"
         has_many = len(self._weights[module]) >= 2
-        holds_no_block = self._blocks.isdisjoint(module.modules())
-        is_own = type(module) not in _PURE_CONTAINERS and holds_no_block
+        is_own = type(module) not in _PURE_CONTAINERS and self._blocks.isdisjoint(module.modules())
         if self._blocks_dominate:
             return "loose" if is_own or not has_many else None
         is_leaf = next(module.children(), None) is None

@@ -217,8 +217,7 @@ def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, T
 
     with ExitStack() as hooks, suppress(TapReachedError), batch.autocast.context():
         for tap in taps:
-            module = model.get_submodule(tap)
-            hooks.enter_context(module.register_forward_hook(partial(keep, tap)))
+            hooks.enter_context(model.get_submodule(tap).register_forward_hook(partial(keep, tap)))
         model(*batch.args, **batch.kwargs)
     return found
 

@@ -80,8 +80,7 @@ class Watch:
         trained: Any = [entry for entry in self._model.named_parameters() if entry[1].requires_grad]
         for name, parameter in trained:
             parameter.register_hook(self._hook(Watch._note_gradient, name=name))
-            added = self._hook(Watch._note_added, name=name)
-            parameter.register_post_accumulate_grad_hook(added)
+            parameter.register_post_accumulate_grad_hook(self._hook(Watch._note_added, name=name))
 
     def close(self) -> None:
         """Take the hooks off; what was noted stays readable. Can be called again."""
@@ -115,6 +114,8 @@ class Watch:
         if module is self._model:
             self._stack.clear()
             self._end_pass()
+            if all(parameter.grad is None for parameter in module.parameters()):
+                self.num_calls = 0  # the step that it was part of was left out, or is not over
         if _current_backward() == -1 and (self._stack or torch.is_grad_enabled()):
             self._settle()
             self._stack.append(module)

@@ -33,6 +33,7 @@ from egeria.policy.schedules import (
 __all__ = [
     "BOOTSTRAPPING",
     "KNOWLEDGE_GUIDED",
+    "PLANNED",
     "POLICIES",
     "RULES",
     "Depth",

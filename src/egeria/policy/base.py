@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -51,9 +52,9 @@ class Wants:
     interval_steps: int | None = None  # optimizer steps of an interval; None: the run chooses
     steps: tuple[int, ...] = ()  # optimizer steps after which the policy is asked as well
 
-    def next_step(self, step: int) -> int | None:
-        """Return the smallest of `steps` above `step`; None where there is none."""
-        return min((entry for entry in self.steps if entry > step), default=None)
+    def next_step(self, step: int) -> float:
+        """Return the smallest of `steps` above `step`; infinity where there is none."""
+        return min((entry for entry in self.steps if entry > step), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import Move, read_plan
+from egeria.config.checks import ROUNDING, Move, read_plan
 from egeria.errors import ConfigError
 from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
+JUDGED_STEPS = 8  # the loss of fewer steps tells little
 EVEN_START = 0.5  # share of the steps after which an even plan begins to freeze (record 0033)
-ROUNDING = 1e-9  # a share of the steps must not miss a whole step by an error in the last digit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +58,6 @@ class Plan:
             )
         return cls(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
-    @property
-    def freezes(self) -> bool:
-        """Whether anything is ever frozen."""
-        return any(self._depth(move) for move in self.moves)
-
     def depth_at(self, step: int) -> int:
         """Return how many layer modules are frozen once `step` optimizer steps are done."""
         num_past = bisect_right(self.steps, step)
@@ -75,17 +71,13 @@ class Plan:
 
     def skipped_share(self, backward_shares: Sequence[float]) -> float:
         """Return the share of the compute that it skips, given those of the backward passes."""
-        phases = self._phases(self.total_steps) if self.total_steps else ()
-        lengths = ((depth, min(1.0, end) - begin) for depth, begin, end in phases if begin < 1)
-        return sum(length * sum(backward_shares[:depth]) for depth, length in lengths)
+        total = self.total_steps or 1
+        times = [min(move.step(self.total_steps), total) / total for move in self.moves] + [1.0]
+        phases = zip(map(self._depth, self.moves), times, times[1:], strict=False)
+        return sum((end - begin) * sum(backward_shares[:depth]) for depth, begin, end in phases)
 
     def _depth(self, move: Move) -> int:
         return min(move.depth, len(self.modules) - 1) if self.modules else move.depth
-
-    def _phases(self, total: float) -> Iterator[tuple[int, float, float]]:
-        """Yield how many are frozen, and from and to which share of `total` steps."""
-        times = [move.step(self.total_steps) / total for move in self.moves] + [1.0]
-        return zip(map(self._depth, self.moves), times, times[1:], strict=False)
 
     def __str__(self) -> str:
         return " ".join(map(str, self.moves))
@@ -94,22 +86,8 @@ class Plan:
         what = f"of {len(self.modules)} layer modules" if self.modules else ""
         return f"<egeria plan {str(self) or 'freezes nothing'!r} {what}: {self.reason}>"
 
-    def _repr_html_(self) -> str:
-        """Return a picture for notebooks: frozen layer modules over the steps."""
-        total = self.total_steps or 2 * max((move.time for move in self.moves), default=1)
-        rows = len(self.modules) or 1 + max((move.depth for move in self.moves), default=0)
-        boxes = "".join(
-            f'<rect x="{400 * begin:.1f}" y="{12 * (rows - depth)}" '
-            f'width="{400 * (end - begin):.1f}" height="{12 * depth}" fill="#7aa6c2"/>'
-            for depth, begin, end in self._phases(total)
-        )
-        return (
-            f'<svg width="400" height="{12 * rows}" style="background:#eee" role="img">'
-            f"<title>Frozen layer modules of {rows} over the steps</title>{boxes}</svg>"
-        )
 
-
-def draw_up(modules: Sequence[str], pretrained: bool, total_steps: int | None) -> Plan:
+def draw_up(modules: Sequence[str], total_steps: int | None, *, pretrained: bool) -> Plan:
     """Return the even plan for a pretrained model; of others nothing is frozen."""
     moves: tuple[Move, ...] = ()
     if not pretrained:
@@ -136,7 +114,7 @@ def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
 
 
 def find_plan(
-    settings: PolicyConfig, modules: Sequence[str], pretrained: bool, total_steps: int | None
+    settings: PolicyConfig, modules: Sequence[str], total_steps: int | None, pretrained: bool
 ) -> Plan | None:
     """Return the plan that settings give, name or leave to `draw_up`; None if they follow none."""
     if settings.name not in PLANNED:
@@ -144,16 +122,19 @@ def find_plan(
     if settings.plan is not None:
         return Plan.parse(settings.plan, modules, total_steps)
     if settings.name == "linear":
-        text = " ".join(map(str, even_moves(len(modules), settings.start)))
-        return Plan.parse(text, modules, total_steps, "the even plan of policy 'linear'")
-    return draw_up(modules, pretrained, total_steps)
+        text, reason = (
+            " ".join(map(str, even_moves(len(modules), settings.start))),
+            "policy 'linear'",
+        )
+        return Plan.parse(text, modules, total_steps, reason)
+    return draw_up(modules, total_steps, pretrained=pretrained)
 
 
 class PlanPolicy:
     """'plan', 'static', 'linear': follows a plan, to the step. 'none': a plan that never moves.
 
-    What it decides depends on the step alone; it keeps the text of its plan, so that a resumed run
-    goes on with that of its beginning.
+    A loss that is not finite, or twice that of the steps before and more than it ever was, thaws
+    everything until the plan's next move. A resumed run goes on with the plan that it began with.
     """
 
     def __init__(
@@ -165,9 +146,11 @@ class PlanPolicy:
         total_steps: int | None,
         **_: Any,
     ) -> None:
-        settings, self._deepest, self._total_steps = config.policy, deepest, total_steps
-        found = find_plan(settings, modules, settings.pretrained is True, total_steps)
-        self._follow(found or Plan(moves=(), modules=tuple(modules), total_steps=total_steps))
+        self._deepest, self._total_steps = deepest, total_steps
+        self._loss, self._highest = math.inf, -math.inf  # of the newest steps judged, and of all
+        self._losses = list[float | None]()  # of the steps since then
+        self._thawed_at = -1  # the step at which the loss thawed, until the next move
+        self._follow(Plan.parse(config.policy.plan or "", modules, total_steps))
 
     def _follow(self, plan: Plan) -> None:
         self.plan = plan
@@ -179,19 +162,42 @@ class PlanPolicy:
 
     def observe(self, interval: Interval) -> Depth | None:
         """Return the depth of the newest move, unless so many are frozen already."""
-        step, total, depth = interval.step, self._total_steps, self._depth(interval.step)
-        if depth == interval.frozen:
+        step, total = interval.step, self._total_steps
+        if interval.num_steps and (reason := self._judge_loss(interval)) and interval.frozen:
+            self._thawed_at = step
+            return Depth(0, reason)
+        move = self.wants.next_step(self._thawed_at)
+        depth = 0 if 0 <= self._thawed_at <= step < move else self._depth(step)
+        # What was refused is not asked for again at the end of each interval.
+        if depth == interval.frozen or (interval.num_steps and step not in self.wants.steps):
             return None
         done = f"{step / total:.1%} of the training is" if total else f"{step} steps are"
         what = f"{depth} layer module{'' if depth == 1 else 's'}" if depth else "nothing"
         return Depth(depth, f"{done} done, and the plan freezes {what} from here on")
 
+    def _judge_loss(self, interval: Interval) -> str:
+        """Take in the loss of an interval; return why it is no time to have anything frozen."""
+        self._losses += [interval.loss] * interval.num_steps
+        if len(self._losses) < JUDGED_STEPS:
+            return ""
+        losses = [loss for loss in self._losses if loss is not None]
+        self._losses, before, highest = [], self._loss, self._highest
+        if not losses:
+            return "the training loss is not finite"
+        loss = self._loss = fmean(losses)
+        self._highest = max(highest, loss)
+        if loss > before + abs(before) and loss > highest:
+            return f"the training loss rose from {before:.3g} to {loss:.3g} within an interval"
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the text of the plan."""
-        return {"plan": str(self.plan)}
+        """Return the text of the plan, and what was seen of the loss."""
+        seen = [self._loss, self._highest, self._thawed_at, *self._losses]
+        return {"plan": str(self.plan), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the plan that the run began with."""
+        self._loss, self._highest, self._thawed_at, *self._losses = state["seen"]
         if state["plan"] != str(self.plan):
-            told = "the run began with it"
-            self._follow(Plan.parse(state["plan"], self.plan.modules, self._total_steps, told))
+            modules, total = self.plan.modules, self._total_steps
+            self._follow(Plan.parse(state["plan"], modules, total, "the run began with it"))

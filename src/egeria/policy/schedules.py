@@ -58,8 +58,7 @@ class ScheduleRule:
             if has_dropped and remaining >= self.minimum_remaining:
                 return "thaw"
         previous = moment.previous_learning_rate
-        is_rising = previous is not None and now > previous
-        return "hold" if is_rising else "go"
+        return "hold" if previous is not None and now > previous else "go"
 
 
 _SMOOTH, _UP_AND_DOWN = ScheduleRule(minimum_remaining=0.1), ScheduleRule(drop_factor=None)

@@ -31,8 +31,7 @@ Ranges = Mapping[str, Mapping[str, Tensor]]
 
 def with_autocast(batch: Batch, enabled: bool) -> Batch:
     """Return the batch with autocast to bfloat16, or with none."""
-    autocast = replace(batch.autocast, enabled=enabled, dtype=torch.bfloat16)
-    return replace(batch, autocast=autocast)
+    return replace(batch, autocast=replace(batch.autocast, enabled=enabled, dtype=torch.bfloat16))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

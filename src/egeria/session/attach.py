@@ -34,7 +34,7 @@ from egeria.session.session import Session
 from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.training import Training
 
-STATE_SCHEMA = 3
+STATE_SCHEMA = 4
 _GO_ON = "Take an earlier checkpoint, or go on without loading it."
 _TOO_FEW = "Without it nothing is measured or frozen: call run.step(loss) after each optimizer step"
 
@@ -89,6 +89,7 @@ def attach(
     given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
     _check_unwatched(inner)
     rule_name, rule = checks.choose_rule(settings, scheduler, total_steps)
+    checks.check_plan(settings.policy, inner, loader, total_steps)
     checks.agree_on_the_run(settings, total_steps)
     leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []

@@ -15,12 +15,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from egeria.config import Config
+from egeria.config import Config, PolicyConfig
+from egeria.config.checks import resolve
 from egeria.distributed import ddp
 from egeria.distributed.ranks import together, world_size
 from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError
-from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
+from egeria.policy import (
+    UnfreezeRule,
+    find_maker,
+    find_plan,
+    find_rule,
+    rule_for_schedule,
+)
 
 NOT_DECIDING = ("controller", "cache")
 """Groups of settings that no decision depends on."""
@@ -147,9 +154,20 @@ def choose_rule(
         rule = rule_for_schedule(_schedule_names(scheduler))
     name = rule if isinstance(rule, str) else type(rule).__name__
     find_maker(config)
-    # The fewest layer modules of which a plan that is drawn up freezes one.
-    find_plan(config.policy, ("",) * 3, True, total_steps)
     return name, find_rule(rule, config.unfreezing.drop_factor)
+
+
+def check_plan(
+    settings: PolicyConfig, model: nn.Module, loader: Any, total_steps: int | None
+) -> None:
+    """Raise ConfigError where the plan of the settings does not fit the training."""
+    has_epochs = "epoch" in (settings.plan or "").split()
+    if settings.plan is not None:
+        names = [(name,) for name, _ in model.named_modules()]
+        settings = replace(settings, plan=resolve(settings.plan, names, length_of(loader)))
+    if not has_epochs:  # whose length is known from the first step on
+        # The fewest layer modules of which a plan that is drawn up freezes one.
+        find_plan(settings, ("",) * 3, total_steps, True)
 
 
 def _schedule_names(scheduler: Any) -> list[str]:
@@ -177,8 +195,7 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
         for name, group in config.to_dict().items()
         if name not in NOT_DECIDING
     }
-    told = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))
-    rows = together(lambda: (total_steps, told))
+    rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
     for column, what in enumerate(("total_steps", "settings")):
         apart = [number for number, row in enumerate(rows) if row[column] != rows[0][column]]
         if apart:
@@ -209,8 +226,7 @@ def _describe_data(loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with suppress(Exception):  # loaders and data sets raise various things
         dataset = loader.dataset
-        info = getattr(dataset, "info", None)  # of Hugging Face's datasets
-        name = getattr(info, "dataset_name", None)
+        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face
         found["data"] = name if isinstance(name, str) and name else type(dataset).__name__
         found["num_samples"] = len(dataset)
     return found

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from egeria.config.checks import resolve
 from egeria.errors import ConfigError
 from egeria.events import PlanMade, RunStarted
 from egeria.model.cut import Cut
-from egeria.policy import Plan, PlanPolicy, Policy, find_maker, find_plan
+from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
 from egeria.session.training import Training
@@ -34,8 +35,8 @@ class Parts:
         """Journal the plan, and what can never be frozen, such as dropped blocks."""
         modules, recorder, applier = self.cut.modules, self.training.recorder, self.applier
         if applier.deepest < len(modules) - 1:
-            name = modules[applier.deepest].name
-            recorder.decline(f"freezing {name} and what follows", applier.limit)
+            what = f"freezing {modules[applier.deepest].name} and what follows"
+            recorder.decline(what, applier.limit)
         if dropped:
             recorder.decline(
                 f"freezing {', '.join(dropped)}",
@@ -60,11 +61,22 @@ class Parts:
 
 
 def make_parts(
-    training: Training, cut: Cut, wrapper: Any, engine: Mapping[str, Any] | None = None
+    training: Training,
+    cut: Cut,
+    wrapper: Any,
+    epoch_steps: int | None = None,
+    engine: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Make the parts of a run, or of a resumed one by its saved state; nothing is frozen yet."""
     names, settings = tuple(module.name for module in cut.modules), training.config.policy
-    plan = find_plan(settings, names, training.is_pretrained, training.total_steps)
+    if engine is not None and settings.name in PLANNED:
+        settings = replace(settings, plan=engine["policy"]["plan"])
+    elif settings.plan is not None:
+        known = [f"{name}." for name, _ in training.model.named_modules()]
+        starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
+        held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
+        settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
+    plan = find_plan(settings, names, training.total_steps, training.is_pretrained)
     if plan is not None:
         settings = replace(settings, plan=str(plan))
     applier = Applier(training, cut, wrapper)
@@ -83,8 +95,7 @@ def make_parts(
     if engine is not None:
         policy.load_state_dict(engine["policy"])
         if plan is not None and isinstance(policy, PlanPolicy):
-            reason = engine["plan_reason"] or plan.reason
-            plan = replace(policy.plan, modules=names, reason=reason)
+            plan = replace(policy.plan, modules=names, reason=engine["plan_reason"] or plan.reason)
     return Parts(training=training, cut=cut, plan=plan, policy=policy, applier=applier)
 
 

@@ -29,6 +29,7 @@ from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
 from egeria.policy import BOOTSTRAPPING, Depth, Interval, Plan, Policy, Reading, Status, first_stage
 from egeria.report.wording import plural
+from egeria.session.checks import length_of
 from egeria.session.interval import Clock, Measured, seconds_left
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import begin_skipping
@@ -66,9 +67,9 @@ class Session:
         self.parts: Parts | None = None
         self.steps = Steps(training.optimizers, self._before_update)
         usual = max(1, (training.total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
-        interval_steps = training.config.plasticity.interval_steps or usual
-        self.clock = Clock(training.total_steps, interval_steps)
+        self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps or usual)
         self._environment, self._loader, self._controller = environment, loader, controller
+        self._epoch_steps: int | None = None  # where the length of the loader is known
         self._status = Status(stage=first_stage(training.config.policy.name))
         self._has_started = self._has_ended = self._asks_first = self._is_lost = False
         self._meets = False
@@ -154,7 +155,7 @@ class Session:
                 "asked": self._asked,
                 "asks_first": self._asks_first,
                 "detaches": parts.applier.detaches,
-                "forwards_per_step": self._skipping.forwards_per_step if self._skipping else 1,
+                "epoch_steps": self._epoch_steps,
                 "plan_reason": self.plan.reason if self.plan else "",
                 "evaluator": parts.evaluation.state_dict() if parts.evaluation else None,
             }
@@ -193,7 +194,7 @@ class Session:
             self._restore(engine)
         elif self.parts is not None:  # back to before its first step: the layer modules stay
             wrapper = ddp.find_wrapper(self.training.given)
-            self._install(make_parts(self.training, self.parts.cut, wrapper))
+            self._install(make_parts(self.training, self.parts.cut, wrapper, self._epoch_steps))
             self._asked = self.clock.step
             with self._guard("a decision"):
                 self._ask_first()
@@ -215,8 +216,7 @@ class Session:
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
         first.close()
-        if self._skipping is not None:
-            self._skipping.forwards_per_step = max(1, first.watch.num_calls)
+        length, calls = length_of(self._loader), max(1, first.watch.num_calls)
         self._meets = world_size() > 1
         with self._guard("cutting the model"):
             if torch._C._current_graph_task_id() != -1:
@@ -225,7 +225,9 @@ class Session:
             if refusal:
                 self._start_journal()
                 raise FreezingEndedError(refusal)
-            self._install(parts := make_parts(self.training, cut, first.wrapper))
+            self._epoch_steps = self._together(lambda: length and math.ceil(length / calls))[0]
+            parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
+            self._install(parts)
             self._asks_first = True
             self._start_journal()
             parts.announce(first.dropped)
@@ -284,10 +286,10 @@ class Session:
             self._ask_first()
         self._take_in_readings(parts)
         ends = clock.step >= clock.ends
-        is_asked = self._asked < (wants.next_step(self._asked) or math.inf) <= clock.step
+        is_asked = self._asked < wants.next_step(self._asked) <= clock.step
         if ends or is_asked:
             interval = self._end_interval(parts, ends)
-            if is_asked or wants.interval_steps is not None:
+            if is_asked or wants.interval_steps is not None or wants.steps:
                 self._ask(interval)
             if ends and parts.evaluation is not None and self.parts is parts:
                 self._evaluate(parts, parts.evaluation, interval)
@@ -321,12 +323,11 @@ class Session:
         num_bad = sum(view[1] for view in views)
         self._measure(replace(measured, loss=loss, num_bad_losses=num_bad), rate)
         if moved := sorted({name for view in views for name in view[3]}):
-            names = ", ".join(moved[:3])
-            reason = "frozen parameters were changed by the training loop"
-            raise FreezingEndedError(f"{reason} ({names})")
+            what = "frozen parameters were changed by the training loop"
+            raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
         if loss is None and parts.evaluation is not None:
-            steps = plural(num_bad, "step")
-            reason = f"the training loss was not finite for {steps}; nothing is judged meanwhile"
+            found = f"the training loss was not finite for {plural(num_bad, 'step')}"
+            reason = f"{found}; nothing is judged meanwhile"
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval(
             step=self.clock.step,
@@ -374,8 +375,8 @@ class Session:
         left_s = seconds_left(self.clock.total_steps, self.clock.step, self.clock.iteration_s)
         refusals = self._together(lambda: parts.applier.refusal(depth.frozen, left_s))
         if reason := next(filter(None, refusals), ""):
-            step = self.clock.step
-            self.recorder.write(DepthRefused(step=step, asked=depth.frozen, reason=reason))
+            refused = DepthRefused(step=self.clock.step, asked=depth.frozen, reason=reason)
+            self.recorder.write(refused)
             return
         if depth.frozen < self.frozen and parts.evaluation is not None:
             parts.evaluation.valid_from = self.clock.evaluation
@@ -428,22 +429,21 @@ class Session:
     def _plan_next(self) -> None:
         """Find the next step at which something is to be done."""
         clock, parts = self.clock, self.parts
-        due: list[float] = [clock.ends]
-        if parts is not None:
-            due.append(parts.policy.wants.next_step(self._asked) or math.inf)
-            due.append(self._evaluation_due)
-        self._due = math.inf if self._is_lost else min(due)
+        asked = parts.policy.wants.next_step(self._asked) if parts else math.inf
+        due = min(clock.ends, asked, self._evaluation_due if parts else math.inf)
+        self._due = math.inf if self._is_lost else due
 
     def _follow_boundary(self) -> None:
         """Move the boundary of the cache to the depth that is frozen now."""
         if self._skipping is None or self.parts is None:
             return
-        clock, wants = self.clock, self.parts.policy.wants
-        move = wants.next_step(clock.step)
-        steady = None if move is None else float(move - clock.step)
+        clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps
+        moves = wants.next_step(clock.step)
         if wants.interval_steps is not None and wants.plasticity_of is not None:
-            steady = float((2 * max(1, self._status.window) - 1) * clock.interval_steps)
-        self._skipping.follow(self.modules[: self.frozen], steady, clock.step)
+            moves = clock.step + (2 * max(1, self._status.window) - 1) * clock.interval_steps
+        steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
+        epochs = steps / epoch_steps if epoch_steps and steps < math.inf else None
+        self._skipping.follow(self.modules[: self.frozen], epochs)
 
     # --- resuming --------------------------------------------------------------------------------
 
@@ -453,7 +453,7 @@ class Session:
         self.training.norms.update(norms)
         try:
             wrapper = ddp.find_wrapper(self.training.given)
-            parts = make_parts(self.training, cut, wrapper, engine)
+            parts = make_parts(self.training, cut, wrapper, engine["epoch_steps"], engine)
         except BaseException:
             self.training.norms.update(came_trained)
             raise
@@ -474,13 +474,12 @@ class Session:
             parts.evaluation.load_state_dict(engine["evaluator"])
         parts.applier.detaches = engine["detaches"]
         parts.applier.restore(engine["frozen"])
-        if self._skipping is not None:
-            self._skipping.forwards_per_step = engine["forwards_per_step"]
+        self._epoch_steps = engine["epoch_steps"]
         self._asked, self._asks_first = int(engine["asked"]), bool(engine["asks_first"])
         self._look_ahead(parts)
         self._follow_boundary()
         step = self.clock.step
-        if self._asks_first or (parts.policy.wants.next_step(self._asked) or math.inf) <= step:
+        if self._asks_first or parts.policy.wants.next_step(self._asked) <= step:
             self._act()  # the state was taken while this was being decided
 
     # --- ends and faults -------------------------------------------------------------------------
@@ -504,7 +503,7 @@ class Session:
             self._end(str(error))
         except Exception as error:
             reason = str(error)
-            if not isinstance(error, (FreezingEndedError, UnsupportedModelError)):
+            if not isinstance(error, (FreezingEndedError, UnsupportedModelError, ConfigError)):
                 self.recorder.fault(what, error)
                 reason = f"{what} failed ({type(error).__name__}: {error})"
             with suppress(RankError, LostError, FreezingEndedError):

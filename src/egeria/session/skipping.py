@@ -32,41 +32,27 @@ NOT_DEALT_ONCE = (
 class Skipping:
     """Tells the cache where the boundary is, and for how many epochs it stays there."""
 
-    def __init__(
-        self, training: Training, cache: Cache, num_batches: int | None, reason: str
-    ) -> None:
-        self._training, self._cache, self._num_batches = training, cache, num_batches
-        self._reason, self._depth = reason, 0
-        self.forwards_per_step = 1
-        """Training calls of the model between two steps of the optimizer."""
+    def __init__(self, cache: Cache, reason: str) -> None:
+        self._cache, self._reason, self._depth = cache, reason, 0
 
-    def follow(self, frozen: Sequence[LayerModule], steady_steps: float | None, step: int) -> None:
+    def follow(self, frozen: Sequence[LayerModule], epochs_ahead: float | None) -> None:
         """Move the boundary of the cache if layers were frozen or thawed since the last call.
 
         Args:
             frozen: the frozen layer modules, front to back.
-            steady_steps: for how many steps the boundary stays; None for the rest of the run.
-            step: optimizer steps so far.
+            epochs_ahead: for how many epochs the boundary stays; None where that is not known.
         """
         if len(frozen) == self._depth:
             return
         self._depth = len(frozen)
         if not self._reason:
-            self._cache.follow(tuple(frozen), self._epochs_ahead(steady_steps, step))
+            self._cache.follow(tuple(frozen), epochs_ahead)
         elif frozen:
             self._cache.refuse(frozen[-1].name, self._reason)
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""
         self._cache.close()
-
-    def _epochs_ahead(self, steady_steps: float | None, step: int) -> float | None:
-        total_steps = self._training.total_steps
-        limits = [steady_steps, None if total_steps is None else max(0.0, total_steps - step)]
-        steps = min((limit for limit in limits if limit is not None), default=None)
-        if steps is None or not self._num_batches:
-            return None
-        return steps * self.forwards_per_step / self._num_batches
 
 
 def begin_skipping(
@@ -84,7 +70,6 @@ def begin_skipping(
     is_unasked = config.enabled == "auto" and policy_name == "egeria"
     if config.enabled is False or policy_name == "none" or is_unasked:
         return None
-    num_batches = length_of(loader)
     cache = Cache(
         training.model,
         settings=config,
@@ -92,11 +77,11 @@ def begin_skipping(
         spend=spend,
         directory=directory,
         loader=loader,
-        num_batches=num_batches,
+        num_batches=length_of(loader),
         num_local=_num_local(),
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    return Skipping(training, cache, num_batches, _refusal(training, is_dealt_once))
+    return Skipping(cache, _refusal(training, is_dealt_once))
 
 
 def _num_local() -> int:

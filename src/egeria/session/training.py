@@ -24,7 +24,7 @@ from egeria.policy import UnfreezeRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """The model, what trains it, and where what happens is noted."""
+    """The model, its optimizers, and where events are noted."""
 
     model: nn.Module
     """Without wrappers."""
@@ -96,8 +96,8 @@ class FirstStep:
     """Watches the user's own passes from `attach` to the first update, and cuts the model then.
 
     With several optimizers the cut comes when each of them has come to its first step: only then
-    is it known what trains. A compiled model runs eagerly until then, since hooks do not fire in
-    compiled code.
+    is it known which parameters train. A compiled model runs eagerly until then, since hooks do not
+    fire in compiled code.
     """
 
     def __init__(self, training: Training) -> None:
