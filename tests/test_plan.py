@@ -135,24 +135,30 @@ def test_what_it_shows():
     assert "freezes nothing" in repr(plan(""))
 
 
-def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
-    drawn = draw_up(MODULES, 1000, pretrained=True)
-    assert str(drawn) == "0.6666:1 0.8333:2" and "pretrained" in drawn.reason and "50%" in drawn.reason
-    assert (drawn.modules, drawn.total_steps) == (MODULES, 1000)
+def test_with_adam_the_last_module_begins_alone_and_without_it_the_front_freezes_evenly():
+    facts = {"pretrained": True, "total_steps": 1000, "num_parameters": 2_000_000}
+    adam, sgd = (draw_up(MODULES, **facts, adaptive=adaptive) for adaptive in (True, False))
+    assert draw_up(MODULES, **{**facts, "num_parameters": 1_000_000}, adaptive=True) == sgd, "so small a model"
+    assert str(adam) == "0:3 0.25:0 0.8:1 0.9:2" and "trains alone up to 25% of the steps" in adam.reason
+    assert str(sgd) == "0.6666:1 0.8333:2" and "pretrained: everything trains up to 50%" in sgd.reason
+    assert (adam.modules, adam.total_steps) == (MODULES, 1000)
+    assert [str(draw_up(MODULES[:n], **facts, adaptive=True)) for n in (0, 1, 2)] == ["", "", "0:1 0.25:0"]
     assert [tuple(move)[:2] for move in even_moves(6, start=0.0)] == [(0.2, 1), (0.4, 2), (0.6, 3), (0.8, 4)]
     assert [even_moves(count) for count in (0, 1, 2)] == [()] * 3
 
 
 def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
-    scratch = draw_up(MODULES, 1000, pretrained=False)
-    unknown = draw_up(MODULES, None, pretrained=True)
+    facts = {"adaptive": True, "num_parameters": 10**9}
+    scratch = draw_up(MODULES, 1000, pretrained=False, **facts)
+    unknown = draw_up(MODULES, None, pretrained=True, **facts)
     assert not scratch.moves and "from scratch; policy='egeria'" in scratch.reason
     assert not unknown.moves and "total_steps is not known; pass it" in unknown.reason
 
 
 def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
     settings, names = Config.from_dict({"policy": {"name": name, **policy}}).policy, ("",) * modules
-    found = find_plan(settings, names, total_steps, settings.pretrained is True)
+    facts = {"pretrained": settings.pretrained is True, "adaptive": False, "num_parameters": 0}
+    found = find_plan(settings, names, total_steps, **facts)
     config = Config(policy=replace(settings, plan=found and str(found)))
     return find_maker(config)(
         modules=names,
@@ -267,17 +273,17 @@ def test_static_needs_a_plan():
 class Training:
     """A chain of four layer modules in training."""
 
-    def __init__(self, directory, **arguments):
+    def __init__(self, directory, optimizer=torch.optim.SGD, width=8, **arguments):
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.model, self.width = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), width
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         config = {"modules": {"pattern": r"\d"}, "plasticity": {"interval_steps": 2}}
         arguments = {"total_steps": TOTAL, "config": config, "directory": directory, **arguments}
         self.run = egeria.attach(self.model, self.optimizer, **arguments)
 
     def train(self, steps):
         for _ in range(steps):
-            loss = self.model(torch.randn(4, 8)).square().mean()
+            loss = self.model(torch.randn(4, self.width)).square().mean()
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -309,11 +315,21 @@ def test_a_run_freezes_by_its_plan_and_says_so_at_its_first_step(tmp_path, caplo
     assert all(parameter.requires_grad for parameter in training.model.parameters())
 
 
-@pytest.mark.parametrize(("pretrained", "expected"), [(True, "0.6666:1 0.8333:2"), (False, "")])
-def test_by_default_a_fine_tuning_follows_the_even_plan_and_scratch_none(pretrained, expected, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("pretrained", "optimizer", "width", "expected"),
+    [
+        (True, torch.optim.SGD, 750, "0.6666:1 0.8333:2"),
+        (True, torch.optim.AdamW, 700, "0.6666:1 0.8333:2"),  # of 1,962,800 parameters
+        (True, torch.optim.AdamW, 750, "0:3 0.25:0 0.8:1 0.9:2"),
+        (False, torch.optim.AdamW, 750, ""),
+    ],
+)
+def test_by_default_a_fine_tuning_follows_a_plan_and_scratch_none(
+    pretrained, optimizer, width, expected, tmp_path, caplog
+):
     caplog.set_level(logging.INFO, logger="egeria")
     config = {"modules": {"pattern": r"\d"}, "plasticity": {"interval_steps": 2}, "policy": {"pretrained": pretrained}}
-    training = Training(tmp_path, config=config).train(TOTAL)
+    training = Training(tmp_path, optimizer, width, config=config).train(TOTAL)
     assert str(training.run.plan) == expected
     (made,) = read_journal(tmp_path).of(PlanMade)
     assert made.plan == expected and bool(made.skipped_share) == pretrained

@@ -38,6 +38,7 @@ from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
 from egeria.session import Run, attach
 from egeria.session.checks import read_config, unwrap_loader
+from egeria.session.training import facts_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NUM_BATCHES = 8
@@ -226,13 +227,14 @@ class _Training:
                     cost = self._timed(run, turn * TIMED)  # the same batches at each depth
                     found.setdefault(cost.depth, []).append(cost)
             journal = read_journal(folder)
+        facts = facts_of(self.model, self.optimizers)
         obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
         obstacles += [f"{event.where} failed: {event.error}." for event in journal.of(FaultCaught)]
         return Advice(
             modules=modules,
             costs=tuple(median_low(found[depth]) for depth in sorted(found)),
             # In shares of the steps, whatever their number.
-            plan=str(draw_up(modules, 1, pretrained=settings.policy.pretrained is True)),
+            plan=str(draw_up(modules, 1, pretrained=settings.policy.pretrained is True, **facts)),
             reading_s=reading_s,
             obstacles=tuple(dict.fromkeys(obstacles)),
         )

@@ -16,7 +16,10 @@ from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
 JUDGED_STEPS = 8  # the loss of fewer steps tells little
-EVEN_START = 0.5  # share of the steps after which an even plan begins to freeze (record 0033)
+ALONE = 0.25  # share of the steps in which the last layer module trains alone
+LATE_START = 0.7  # share of the steps after which modules freeze evenly, behind such a phase
+EVEN_START = 0.5  # the same without one
+LARGE = 2_000_000  # parameters of a model from which on such a phase was free (record 0048)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,16 +90,36 @@ class Plan:
         return f"<egeria plan {str(self) or 'freezes nothing'!r} {what}: {self.reason}>"
 
 
-def draw_up(modules: Sequence[str], total_steps: int | None, *, pretrained: bool) -> Plan:
-    """Return the even plan for a pretrained model; of others nothing is frozen."""
+def draw_up(
+    modules: Sequence[str],
+    total_steps: int | None,
+    *,
+    pretrained: bool,
+    adaptive: bool,
+    num_parameters: int,
+) -> Plan:
+    """Return the plan of a training; that of a model trained from scratch freezes nothing.
+
+    Args:
+        modules: names of the layer modules, front to back.
+        total_steps: optimizer steps of the training; None where that is not known.
+        pretrained: whether the weights come from an earlier training.
+        adaptive: whether the optimizers scale each parameter's steps, as Adam does. A step of SGD
+            is as long as its gradient, and a head that fits leaves the body little of that.
+        num_parameters: of the whole model; a small one has more to learn (both record 0048).
+    """
     moves: tuple[Move, ...] = ()
     if not pretrained:
         reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
     elif total_steps is None:
         reason = "total_steps is not known; pass it to attach"
+    elif adaptive and num_parameters >= LARGE and len(modules) > 1:
+        alone = (Move(0.0, len(modules) - 1), Move(ALONE, 0))
+        moves = (*alone, *even_moves(len(modules), LATE_START))
+        reason = f"pretrained: the last layer module trains alone up to {ALONE:.0%} of the steps"
     else:
         moves = even_moves(len(modules))
-        reason = f"the model is pretrained: one after the other from {EVEN_START:.0%} of the steps"
+        reason = f"pretrained: everything trains up to {EVEN_START:.0%} of the steps"
     return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
 
@@ -114,7 +137,7 @@ def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
 
 
 def find_plan(
-    settings: PolicyConfig, modules: Sequence[str], total_steps: int | None, pretrained: bool
+    settings: PolicyConfig, modules: Sequence[str], total_steps: int | None, **facts: Any
 ) -> Plan | None:
     """Return the plan that settings give, name or leave to `draw_up`; None if they follow none."""
     if settings.name not in PLANNED:
@@ -127,7 +150,7 @@ def find_plan(
             "policy 'linear'",
         )
         return Plan.parse(text, modules, total_steps, reason)
-    return draw_up(modules, total_steps, pretrained=pretrained)
+    return draw_up(modules, total_steps, **facts)
 
 
 class PlanPolicy:

@@ -167,7 +167,8 @@ def check_plan(
         settings = replace(settings, plan=resolve(settings.plan, names, length_of(loader)))
     if not has_epochs:  # whose length is known from the first step on
         # The fewest layer modules of which a plan that is drawn up freezes one.
-        find_plan(settings, ("",) * 3, total_steps, True)
+        facts = {"pretrained": True, "adaptive": False, "num_parameters": 0}
+        find_plan(settings, ("",) * 3, total_steps, **facts)
 
 
 def _schedule_names(scheduler: Any) -> list[str]:

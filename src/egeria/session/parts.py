@@ -13,7 +13,7 @@ from egeria.model.cut import Cut
 from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
-from egeria.session.training import Training
+from egeria.session.training import Training, facts_of
 
 if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
@@ -76,7 +76,10 @@ def make_parts(
         starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
-    plan = find_plan(settings, names, training.total_steps, training.is_pretrained)
+    facts = facts_of(training.model, training.optimizers)
+    plan = find_plan(
+        settings, names, training.total_steps, pretrained=training.is_pretrained, **facts
+    )
     if plan is not None:
         settings = replace(settings, plan=str(plan))
     applier = Applier(training, cut, wrapper)

@@ -22,6 +22,13 @@ from egeria.model.watch import Watch
 from egeria.policy import UnfreezeRule
 
 
+def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Return what `draw_up` takes beside the layer modules: `adaptive` and `num_parameters`."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    adaptive = all("betas" in group for group in groups)  # as those of Adam and its kin
+    return {"adaptive": adaptive, "num_parameters": sum(p.numel() for p in model.parameters())}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """The model, its optimizers, and where events are noted."""
