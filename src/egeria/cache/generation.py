@@ -237,9 +237,8 @@ class Generation:
         if layout is None or layout.length_axis is None:
             return row_keys(batch), None
         lengths = true_lengths(batch)
-        return (
-            row_keys(batch, lengths, layout.cut_names) if lengths is not None else None
-        ), lengths
+        keys = None if lengths is None else row_keys(batch, lengths, layout.cut_names)
+        return keys, lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
         """Return what crosses for a batch, computed where it is not known; None: no fit."""

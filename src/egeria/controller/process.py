@@ -162,9 +162,8 @@ class ProcessController(Controller):
             return False
         pack(content, self._files[file])
         if not self._unanswered:
-            self._deadline_s = (
-                time.monotonic() + (0.0 if self._child else START_S) + self._timeout_s
-            )
+            start_s = 0.0 if self._child else START_S
+            self._deadline_s = time.monotonic() + start_s + self._timeout_s
         if self._child is None:
             self._start()
         self._unanswered.append(Message(file, ticket))

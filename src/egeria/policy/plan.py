@@ -145,11 +145,8 @@ def find_plan(
     if settings.plan is not None:
         return Plan.parse(settings.plan, modules, total_steps)
     if settings.name == "linear":
-        text, reason = (
-            " ".join(map(str, even_moves(len(modules), settings.start))),
-            "policy 'linear'",
-        )
-        return Plan.parse(text, modules, total_steps, reason)
+        text = " ".join(map(str, even_moves(len(modules), settings.start)))
+        return Plan.parse(text, modules, total_steps, "the even plan of policy 'linear'")
     return draw_up(modules, total_steps, **facts)
 
 
