@@ -87,6 +87,16 @@ def test_head_only_trains_nothing_but_the_last_module(tmp_path):
     assert found.skipped.total == pytest.approx(2 / 3 * 6 / 7) and not found.skipped.forward  # widths 32, 32, 32, 16
 
 
+def test_head_only_may_train_the_classifier_alone(tmp_path):
+    training = dataclasses.replace(new_training(), model=cifar_resnet(20))
+    course = Course(training, parse_policy("head-only:part=classifier"), tmp_path)
+    course.begin_epoch(1)
+    trained = [name for name, entry in training.model.named_parameters() if entry.requires_grad]
+    course.close()
+    assert len(trained) == 2 and trained == [name for name, _ in training.model.named_parameters()][-2:]
+    assert all(parameter.requires_grad for parameter in training.model.parameters())
+
+
 def test_half_fine_tuning_trains_another_half_in_each_epoch(tmp_path):
     resting, changed = [], []
     training = new_training()

@@ -20,11 +20,26 @@ from benchmarks.workloads.workload import Training
 
 @dataclass(eq=False)
 class HeadOnly(FrontRival):
-    """'head-only': all but the last layer module are frozen from the start."""
+    """'head-only': all but the last layer module are frozen from the start; also its front, with 'classifier'."""
+
+    options: ClassVar[dict[str, Option]] = {
+        "part": Option("module", "module or classifier", ("module", "classifier").__contains__),
+    }
 
     def begin_epoch(self, epoch: int) -> None:
         """Freeze, at the first."""
         self.move_to(self.layers.deepest, "from the start")
+        if self.values["part"] == "classifier":  # the last submodule with parameters of its own
+            owners = [own for own in self.training.model.modules() if any(True for _ in own.parameters(recurse=False))]
+            head = {*owners[-1].parameters()}
+            for parameter in self.layers.parameters[-1]:
+                parameter.requires_grad_(parameter in head)
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        super().close()
+        for parameter in self.layers.parameters[-1]:
+            parameter.requires_grad_(True)
 
 
 @dataclass(eq=False)
