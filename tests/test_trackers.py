@@ -156,7 +156,7 @@ def test_a_trackio_run_is_given_the_step():
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own
 def test_tensorboard_has_the_scalars(tmp_path):
     name = "tensorboard.backend.event_processing.event_accumulator"
-    reader = pytest.importorskip(name, reason="the extra `trackers` is not installed")
+    reader = pytest.importorskip(name, reason="the extra `nightly` is not installed")
     tensorboard = importlib.import_module("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(tmp_path / "board") as writer:
         run = trained(tmp_path, writer, num_steps=21)
@@ -172,7 +172,7 @@ def test_tensorboard_has_the_scalars(tmp_path):
 def mlflow(tmp_path, monkeypatch):
     """MLflow with a store in one file, and no run active."""
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    mlflow = pytest.importorskip("mlflow", reason="the extra `trackers` is not installed")
+    mlflow = pytest.importorskip("mlflow", reason="the extra `nightly` is not installed")
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.create_experiment("trackers", artifact_location=str(tmp_path / "artifacts"))
@@ -222,7 +222,7 @@ def test_wandb_has_the_scalars_and_the_report_offline(tmp_path, monkeypatch):
         "WANDB__SERVICE_WAIT": "200",
     }.items():
         monkeypatch.setenv(name, value)
-    wandb = pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
+    wandb = pytest.importorskip("wandb", reason="the extra `nightly` is not installed")
     with wandb.init(project="trackers", dir=str(tmp_path)) as tracked:  # a second run of a process reads no WANDB_DIR
         kept = []
         monkeypatch.setattr(tracked, "log_artifact", lambda folder, **_: kept.extend(Path(folder).iterdir()))

@@ -7,10 +7,10 @@
     kubectl apply -f examples/cluster/kubeflow.yaml               Kubernetes, with Kubeflow Trainer 2
     sky launch examples/cluster/sky.yaml                          SkyPilot, on any of them or in a cloud
 
-docs/launch.md says more. A batch is made of two shards, and a process that has both takes one after the other: so one
-process and two freeze at the same steps and come to the same losses, to the bit, and a job goes on in two processes
-where it was begun in one. With --checkpoint it goes on from the last epoch that ended. Needs scikit-learn, which has
-the digits.
+docs/processes.md says more. A batch is made of two shards, and a process that has both takes one after the other: so
+one process and two freeze at the same steps and come to the same losses, to the bit, and a job goes on in two
+processes where it was begun in one. With --checkpoint it goes on from the last epoch that ended. Needs scikit-learn,
+which has the digits.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Train PyTorch models faster by freezing layers once they have converged.
+"""Fine-tune PyTorch models in less time by freezing layers while they have little to learn.
 
-Two lines around an ordinary loop::
+Two lines in an ordinary loop::
 
-    run = egeria.attach(model, optimizer, loader, scheduler=scheduler, total_steps=len(loader) *
-    epochs) ...                      # model(inputs), backward, optimizer.step(), as ever
-    run.step(loss)           # once after each optimizer step
+    run = egeria.attach(model, optimizer, loader, scheduler=scheduler, total_steps=steps)
+    ...                      # model(inputs), loss.backward(), optimizer.step()
+    run.step(loss)           # after each optimizer step
 
 Everything else (`Config`, `read_journal`, `report`) is there for when you want to know more.
 """
 
-from egeria.advice import Advice, advise
+from egeria.advice import Advice, advise, plan
 from egeria.cache import ShardSampler
 from egeria.config import Config
 from egeria.errors import ConfigError, EgeriaError, JournalError, StateError, UnsupportedModelError
@@ -33,6 +33,7 @@ __all__ = [
     "UnsupportedModelError",
     "advise",
     "attach",
+    "plan",
     "read_journal",
     "report",
 ]

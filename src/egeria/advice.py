@@ -25,15 +25,16 @@ from torch.optim import Optimizer
 
 from egeria import tree
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import check, count, read_plan, resolve, wrong_plan
+from egeria.config.checks import check, count, optional, read_plan, resolve, wrong_plan
 from egeria.distributed.ranks import world_size
 from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
 from egeria.model.copies import copies_of_computed
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained
-from egeria.policy import Plan, draw_up
+from egeria.model.cut import make_modules
+from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
+from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
 from egeria.session import Run, attach
@@ -77,6 +78,8 @@ class Advice:
     """The layer modules, front to back; the last one is never frozen."""
     costs: tuple[DepthCost, ...]
     """By depth, from nothing frozen to all that may be; each of the round with the median time."""
+    rounds: tuple[tuple[DepthCost, ...], ...]
+    """The same of each round."""
     plan: str
     """The default plan of `egeria.attach` for this model; empty where it freezes nothing."""
     reading_s: float
@@ -86,17 +89,23 @@ class Advice:
 
     def saving(self, plan: str) -> float:
         """Return the share of the training time that a plan saves, such as "0.5:2 0.75:3"."""
+        return self._saving(self._parse(plan), self.costs)
+
+    def _parse(self, plan: str) -> Plan:
         check("plan", plan, wrong_plan)
         plan = resolve(plan, [(name,) for name in self.modules], None)
         if any(move.is_step for move in read_plan(plan)):
             raise ConfigError(
                 f'plan takes shares of the training such as "0.5:2", found {plan!r}. Divide by all.'
             )
-        depths = [cost.depth for cost in self.costs]  # of others the time is interpolated
-        times_s = [cost.iteration_s for cost in self.costs]
+        return Plan.parse(plan, self.modules, total_steps=1)
+
+    def _saving(self, plan: Plan, costs: Sequence[DepthCost]) -> float:
+        depths = [cost.depth for cost in costs]  # of others the time is interpolated
+        times_s = [cost.iteration_s for cost in costs]
         each_s = np.interp(range(len(self.modules)), depths, times_s)
         shares = -np.diff(each_s) / (times_s[0] + self.reading_s)
-        return float(Plan.parse(plan, self.modules, total_steps=1).skipped_share(list(shares)))
+        return float(plan.skipped_share(list(shares)))
 
     @property
     def is_worth_it(self) -> bool:
@@ -108,12 +117,13 @@ class Advice:
         """The advice in one sentence."""
         if not self.costs[-1].depth:
             return "Not worth it: nothing can be frozen."
-        saved, most = (
-            percent(self.saving(plan)) for plan in (self._tried, f"0:{len(self.modules)}")
-        )
-        saves = f"saves {saved} of the training time, and no plan more than {most}"
+        saved, most = map(self.saving, (self._tried, f"0:{len(self.modules)}"))
+        each = [self._saving(self._parse(self._tried), costs) for costs in self.rounds]
+        spread = f"{percent(min(each))} to {percent(max(each))} by round"
+        saves = f"saves {percent(saved)} of the training time ({spread})"
         worth = "Worth a try" if self.is_worth_it else "Not worth it"
-        return f"{worth}: the {'default ' if self.plan else ''}plan {self._tried!r} {saves}."
+        plan = f"the {'default ' if self.plan else ''}plan {self._tried!r}"
+        return f"{worth}: {plan} {saves}, and no plan more than {percent(most)}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -122,7 +132,7 @@ class Advice:
 
     def __repr__(self) -> str:
         """Return the table, the verdict and the notes as text."""
-        head = ("frozen", "up to", "iteration", "saved", "CPU", "peak memory")
+        head = ("frozen", "up to", "of the steps", "iteration", "saved", "CPU", "peak memory")
         rows = [head, *map(self._row, self.costs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
@@ -142,7 +152,8 @@ class Advice:
         saved = percent(1 - cost.iteration_s / self.costs[0].iteration_s)
         peak = "-" if cost.peak_bytes is None else mebibytes(cost.peak_bytes)
         times = [f"{1000 * seconds:.1f} ms" for seconds in (cost.iteration_s, cost.cpu_s)]
-        return f"{cost.depth}", name, times[0], saved, times[1], peak
+        share = percent(self._parse(self._tried).share_at(cost.depth))
+        return f"{cost.depth}", name, share, times[0], saved, times[1], peak
 
     @property
     def _tried(self) -> str:
@@ -179,7 +190,7 @@ def advise(
         ConfigError: an argument is outside its contract, or an iteration of the copy failed.
     """
     settings, loader = read_config(config, "inline", None), unwrap_loader(loader)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    optimizers = _listed(optimizer)
     check("rounds", rounds, count())
     _check_training(model, optimizers)
     pretrained = settings.policy.pretrained
@@ -196,6 +207,43 @@ def advise(
         held_bytes = sum(map(torch.cuda.memory_allocated, accelerators_of(model)))
         training = _Training(*_copied(model, optimizers), batches, loss or _own_loss, held_bytes)
         return training.measure(settings, rounds, reading_s)
+
+
+def plan(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    total_steps: int | None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+) -> Plan | None:
+    """Return the plan that `attach` would follow; no iteration is made.
+
+    Layer modules are taken in the order of definition; a run takes them in the order in which they
+    ran. None under a policy without a plan.
+
+    Args:
+        model: as the loop trains it, with its weights loaded.
+        optimizer: the optimizer, or all of them.
+        total_steps: optimizer steps of the whole training.
+        config: the settings of the run.
+
+    Raises:
+        ConfigError: an argument is outside its contract.
+    """
+    settings, optimizers = read_config(config, None, None), _listed(optimizer)
+    _check_training(model, optimizers)
+    check("total_steps", total_steps, optional(count()))
+    came_trained = is_mostly_trained(find_trained_norms(model))
+    given = settings.policy.pretrained
+    pretrained = came_trained if given == "auto" else bool(given)
+    cut = settings_of_cut(asdict(settings.modules), is_pretrained=pretrained)
+    names = [module.name for module in make_modules(model, **cut)]
+    facts = facts_of(model, optimizers)
+    return find_plan(settings.policy, names, total_steps, pretrained=pretrained, **facts)
+
+
+def _listed(optimizer: Any) -> list[Any]:
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
 
 
 @dataclass(frozen=True)
@@ -233,6 +281,7 @@ class _Training:
         return Advice(
             modules=modules,
             costs=tuple(median_low(found[depth]) for depth in sorted(found)),
+            rounds=tuple(zip(*(found[depth] for depth in sorted(found)), strict=False)),
             # In shares of the steps, whatever their number.
             plan=str(draw_up(modules, 1, pretrained=settings.policy.pretrained is True, **facts)),
             reading_s=reading_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -74,10 +75,19 @@ class Plan:
 
     def skipped_share(self, backward_shares: Sequence[float]) -> float:
         """Return the share of the compute that it skips, given those of the backward passes."""
+        return sum(share * sum(backward_shares[:depth]) for depth, share in self._phases())
+
+    def share_at(self, depth: int) -> float:
+        """Return the share of the steps at which `depth` layer modules are frozen."""
+        return sum(share for at, share in self._phases() if at == depth)
+
+    def _phases(self) -> list[tuple[int, float]]:
+        """Return depth and share of the steps, from the beginning on."""
         total = self.total_steps or 1
-        times = [min(move.step(self.total_steps), total) / total for move in self.moves] + [1.0]
-        phases = zip(map(self._depth, self.moves), times, times[1:], strict=False)
-        return sum((end - begin) * sum(backward_shares[:depth]) for depth, begin, end in phases)
+        times = [min(move.step(self.total_steps), total) / total for move in self.moves]
+        edges, depths = [0.0, *times, 1.0], [0, *map(self._depth, self.moves)]
+        widths = (end - begin for begin, end in itertools.pairwise(edges))
+        return list(zip(depths, widths, strict=True))
 
     def _depth(self, move: Move) -> int:
         return min(move.depth, len(self.modules) - 1) if self.modules else move.depth
