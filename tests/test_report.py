@@ -275,13 +275,17 @@ def test_intervals_without_a_time_are_left_out(tmp_path):
     assert summary.wall.unfrozen_iteration_s == pytest.approx(0.1)
 
 
-def test_without_an_unfrozen_interval_the_saving_is_unknown(tmp_path):
-    course = [started(), events.Resumed(step=500, frozen=1, stage="knowledge-guided"), interval(510, frozen=1)]
-    made = report(write(tmp_path, [*course, closed(520, frozen=1)]))
-    assert made.summary.wall.saved_s is None
+@pytest.mark.parametrize(("shares", "unfrozen_s"), [((0.5, 0.3, 0.2), 0.15), ((math.nan, 0.5, 0.5), None)])
+def test_without_unfrozen_intervals_their_time_is_computed_from_the_shares_of_layer_modules(
+    shares, unfrozen_s, tmp_path
+):
+    course = [started(shares=shares), events.Resumed(step=500, frozen=1, stage="knowledge-guided")]
+    course += [interval(510, frozen=1, wall=0.1), closed(520, frozen=1)]
+    made = report(write(tmp_path, course))
+    assert made.summary.wall.unfrozen_iteration_s == (unfrozen_s and pytest.approx(unfrozen_s))
     assert (made.summary.first_step, made.summary.step) == (500, 520)
     assert made.summary.mean_parameter_share == pytest.approx(0.1)
-    assert "not known" in str(made) and "begins at step 500" in str(made)
+    assert ("is computed" if unfrozen_s else "not known") in str(made) and "begins at step 500" in str(made)
     page_of(made)
 
 
@@ -363,7 +367,11 @@ def plan(text, reason="given by the user"):
 
 
 WHY = {
-    "up to step 20, bootstrapping: the policy 'egeria' froze nothing.": [started(), interval(20), closed(20)],
+    "up to step 20: the policy 'egeria' froze nothing; the bootstrapping stage did not end.": [
+        started(),
+        interval(20),
+        closed(20),
+    ],
     "the library declined freezing (the model has no blocks)": [
         started(modules=[], trainable=[], deepest_freeze=0),
         declined("freezing", "the model has no blocks"),
@@ -374,7 +382,7 @@ WHY = {
         plan("0.5:2"),
         events.DepthRefused(step=10, asked=2, reason="compiling took 2 s"),
     ],
-    "knowledge-guided: the plan is '0.5:1'": [started(config=Config().to_dict()), plan("0.5:1"), interval(10)],
+    "step 10: the plan is '0.5:1'": [started(config=Config().to_dict()), plan("0.5:1"), interval(10)],
     "the model is trained from scratch": [started(), plan("", "the model is trained from scratch"), interval(10)],
     "2 readings, at most 4 of them stationary in a row": [started(), reading(20), reading(30, stationary=4)],
 }

@@ -17,6 +17,7 @@ from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed,
 Kind = TypeVar("Kind", bound=Event)
 _NOTHING: dict[str, Any] = {"config": {}, "modules": [], "trainable": [], "environment": {}}
 _NOTHING |= {"deepest_freeze": 0, "interval_steps": 0, "total_steps": None}
+FEW_STEPS = 30  # with nothing frozen, under which their time says little
 UNKNOWN_START = RunStarted(step=0, rule="unknown", **_NOTHING)
 
 
@@ -34,7 +35,7 @@ class Pace:
 class Clock:
     """Training time by one clock (wall or CPU), in seconds."""
 
-    unfrozen_iteration_s: float | None  # median with nothing frozen; None without such an interval
+    unfrozen_iteration_s: float | None  # median with nothing frozen, measured or computed
     training_s: float  # iteration time times steps, over all intervals; without the overhead
     overhead_s: float  # all that egeria itself cost, up to the newest interval
     saved_s: float | None  # unfrozen minus found iteration time, times steps; less the overhead
@@ -280,8 +281,27 @@ class Summary:
         """Estimated seconds of wall clock saved, less the overhead; negative where it cost more."""
         return self.wall.saved_s
 
+    @property
+    def num_unfrozen(self) -> int:
+        """Steps in measured intervals with nothing frozen; under `FEW_STEPS` times are computed."""
+        return sum(pace.num_steps for pace in self.paces if not pace.frozen)
+
+    def _unfrozen_s(self, name: str) -> float | None:
+        """Return the seconds of an iteration with nothing frozen.
+
+        Where few ran so, they are computed from those at the depth that most ran at, and from the
+        shares of the layer modules in an iteration's operations.
+        """
+        measured = next((getattr(pace, name) for pace in self.paces if not pace.frozen), None)
+        others = [pace for pace in self.paces if pace.frozen]
+        if self.num_unfrozen >= FEW_STEPS or not others:
+            return measured
+        most = max(others, key=lambda pace: pace.num_steps)
+        skipped = self._skipped_shares().get(most.frozen)
+        return measured if skipped is None else float(getattr(most, name)) / (1.0 - skipped)
+
     def _clock(self, name: str) -> Clock:
-        unfrozen_s = next((getattr(e, name) for e in self.paces if not e.frozen), None)
+        unfrozen_s = self._unfrozen_s(name)
         overhead_s = sum(_overhead(process, name) for process in self.processes)
         training_s, saved_s = 0.0, -overhead_s
         for interval in self.intervals:

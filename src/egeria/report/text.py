@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from egeria import events
-from egeria.report.summary import UNKNOWN_START, Clock, Summary, ratio
+from egeria.policy import BOOTSTRAPPING
+from egeria.report.summary import FEW_STEPS, UNKNOWN_START, Clock, Summary, ratio
 from egeria.report.wording import duration, number, percent, plural
 
 MAX_METRICS = 4
-ROUGH_STEPS = 100
-"""Unfrozen steps under which their pace says little."""
 SHORT_SHARE = 0.75
 """Share of `total_steps` that a run must have had, or the report asks whether they were right."""
 EARLY_SHARE = 0.1
@@ -30,7 +29,7 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
     skipped = percent(summary.skipped_share)
     when = "at the end" if summary.closed else "now"
     rows = [
-        ("progress", f"{progress(summary)}, {summary.stage}"),
+        ("progress", progress(summary)),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
@@ -87,7 +86,9 @@ def why_nothing_froze(summary: Summary) -> str:
         longest = max(reading.stationary for reading in readings)
         read = plural(len(readings), "reading")
         reasons.append(f"{read}, at most {longest} of them stationary in a row")
-    where = f"up to step {summary.step}, {summary.stage}"
+    if summary.stage == BOOTSTRAPPING:
+        reasons.append("the bootstrapping stage did not end")
+    where = f"up to step {summary.step}"
     return f"Nothing was frozen {where}: {'; '.join(dict.fromkeys(reasons))}."
 
 
@@ -108,10 +109,9 @@ def _doubts(summary: Summary) -> list[tuple[object, str]]:
     """Return what may be wrong with the numbers, each with whether it is."""
     step, total = summary.step, summary.total_steps or 0
     is_estimate = summary.time_saved_s is not None and not why_nothing_froze(summary)
-    num_unfrozen = sum(pace.num_steps for pace in summary.paces if not pace.frozen)
     last_unfrozen = max((e.step for e in summary.intervals if not e.frozen), default=0)
     first_step, earlier = f"{summary.first_step:,}", plural(summary.num_earlier_runs, "earlier run")
-    damaged, unfrozen = plural(summary.num_damaged, "line"), plural(num_unfrozen, "step")
+    damaged, unfrozen = plural(summary.num_damaged, "line"), plural(summary.num_unfrozen, "step")
     return [
         (
             summary.closed and step < SHORT_SHARE * total,
@@ -128,8 +128,9 @@ def _doubts(summary: Summary) -> list[tuple[object, str]]:
         (summary.num_earlier_runs, f"The directory also holds {earlier}, left out here."),
         (summary.num_damaged, f"{damaged} of the journal could not be read."),
         (
-            is_estimate and num_unfrozen < ROUGH_STEPS,
-            f"The time saved is a rough estimate: only {unfrozen} ran with nothing frozen.",
+            is_estimate and summary.num_unfrozen < FEW_STEPS,
+            f"Only {unfrozen} ran with nothing frozen: what they would have taken is computed from "
+            "the sizes of the layer modules, so that the time saved is a rough estimate.",
         ),
         (
             is_estimate and last_unfrozen <= EARLY_SHARE * (total or step),

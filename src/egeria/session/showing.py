@@ -118,7 +118,7 @@ def _keep(directory: Path, tracker: Tracker) -> None:
 
 
 def in_a_line(summary: Summary) -> str:
-    """Return where a run stands: stage, frozen depth and time saved."""
+    """Return where a run stands: step, frozen depth and time saved."""
     step, saved_s = progress(summary).removesuffix(" steps"), summary.time_saved_s
     frozen = f"{summary.frozen} of {plural(len(summary.modules), 'layer module')} frozen"
     if not summary.modules:
@@ -126,7 +126,7 @@ def in_a_line(summary: Summary) -> str:
     saved = "time saved not known" if saved_s is None else f"{printable(duration(saved_s))} saved"
     if summary.closed:
         return f"closed at step {step}, {frozen} at the end, {saved}"
-    return f"step {step}, {summary.stage}, {frozen}, {saved}"
+    return f"step {step}, {frozen}, {saved}"
 
 
 def as_html(summary: Summary) -> str:
