@@ -1,6 +1,6 @@
-"""The picture of the README: what froze when in one workload of a record, and what that brought; light and dark.
+"""The picture of the README: what was frozen when in one workload of a record, and what that brought; light and dark.
 
-python -m benchmarks.picture --record benchmarks/records/0015-fine-tuning --workload bert-sst2 --out docs/pictures
+python -m benchmarks.picture --record RECORD --workload bert-sst2 --policy default --out docs/pictures
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.proving.comparing.archive import opened
@@ -29,13 +30,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--workload", required=True)
+    parser.add_argument("--policy", default=DEFAULT)
     parser.add_argument("--title", default="Fine-tuning MiniLM on SST-2: when each layer module trained")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with opened(options.record / "journals") as journals:
         (comparison,) = compare(read_results(journals, [options.workload]), PLAIN)
-        plain, default = comparison.find(PLAIN), comparison.find(DEFAULT)
-        assert plain is not None and default is not None, "a record of plain training and the default"
+        plain, default = comparison.find(PLAIN), comparison.find(options.policy)
+        assert plain is not None and default is not None, "a record of plain training and the policy"
         journal = read_journal(default.outcomes[0].directory)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, colours in COLOURS.items():
@@ -49,7 +51,6 @@ def draw(
     """Return the SVG: a bar for each layer module of one run, and below two for the CPU time of all seeds."""
     (started, *_) = journal.of("run_started")
     total = started["total_steps"] or 1
-    frozen_at = {event["module"]: event["step"] / total for event in journal.of("frozen")}
     names = [str(module["name"]) for module in started["modules"]]
     saved, difference = default.saved["cpu"], default.difference
     assert saved is not None and difference is not None, "plain runs stand beside, of the same machine"
@@ -57,9 +58,16 @@ def draw(
     lines.append(_text(LEFT, 44, "beginning of the training", colours["soft"], size=11))
     lines.append(_text(WIDTH - RIGHT, 44, "end", colours["soft"], size=11, anchor="end"))
     y = TOP
+    course = [(0.0, 0), *((event["step"] / total, event.get("frozen", 0)) for event in journal.of("frozen", "thawed"))]
     for place, name in enumerate(names):
-        ends = frozen_at.get(place, 1.0)
-        lines += _row(y, name, [(0.0, ends, "train"), (ends, 1.0, "frozen")], colours)
+        phases = [list(same) for _, same in groupby(course, lambda moment, place=place: place < moment[1])]
+        begins = [phase[0] for phase in phases]
+        ends = [*(begin for begin, _ in begins[1:]), 1.0]
+        parts = [
+            (begin, end, "frozen" if place < depth else "train")
+            for (begin, depth), end in zip(begins, ends, strict=True)
+        ]
+        lines += _row(y, name, parts, colours)
         y += ROW
     y += 22
     seeds = len(default.seeds)
