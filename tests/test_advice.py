@@ -103,6 +103,8 @@ def test_depths_between_those_that_were_measured_are_interpolated():
 def test_it_says_where_freezing_is_worth_nothing():
     late, lone = ask(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Block(8, 2))), ask(nn.Sequential(nn.Linear(8, 2)))
     assert ask().is_worth_it and ask().verdict.startswith("Worth a try: the plan '0.5:2' saves 16.7")
+    assert "(16.7 % to 16.7 % by round)" in ask().verdict.replace("\N{NO-BREAK SPACE}", " ")
+    assert "50.0 %" in repr(ask()).replace("\N{NO-BREAK SPACE}", " "), "of the steps are at depth 2"
     assert not late.is_worth_it and late.verdict.startswith("Not worth it")
     assert "nothing can be frozen" in lone.verdict and repr(lone).count("at least two layers") == 1
 
@@ -128,11 +130,13 @@ def test_it_shows_the_layer_modules_and_the_default_plan_of_attach(is_trained):
     for norm in (part for part in model.modules() if is_trained and isinstance(part, nn.LayerNorm)):
         nn.init.uniform_(norm.weight, 0.5, 1.5)
     advice, optimizer = ask(model), torch.optim.SGD(model.parameters())
+    planned = egeria.plan(model, optimizer, total_steps=10_000)
     with egeria.attach(model, optimizer, total_steps=10_000, controller="inline") as run:
         step(model, optimizer, run)
         assert advice.modules == tuple(module.name for module in run.modules) and advice.plan == str(run.plan)
         skipped = sum(name.endswith("1.weight") for name in run.modules[0].parameters)  # as many are in the first
     assert advice.saving("0:1") * advice.costs[0].iteration_s == pytest.approx(skipped * BACKWARD_S)
+    assert (str(planned), planned.reason) == (str(run.plan), run.plan.reason)
     assert bool(advice.plan) is is_trained is (advice.to_dict()["plan_saving"] > 0)
     assert ("the default plan" if is_trained else "By default nothing is frozen") in repr(advice)
 
@@ -263,3 +267,16 @@ class Sharing(nn.Sequential):
 def test_bad_input_is_refused_with_the_next_step(wrong, said):
     with pytest.raises(ConfigError, match=said):
         ask(**wrong)
+
+
+def test_the_dry_run_follows_the_settings_and_refuses_what_is_no_training():
+    model = blocks()
+    optimizer = torch.optim.SGD(model.parameters())
+    given = egeria.plan(model, optimizer, total_steps=40, config={"policy": {"plan": "0.5:2"}})
+    assert str(given) == "0.5:2" and given.steps == (20,) and len(given.modules) == NUM_BLOCKS + 1
+    assert egeria.plan(model, optimizer, total_steps=40, config={"policy": {"name": "egeria"}}) is None
+    for wrong in ({"total_steps": 0}, {"total_steps": None, "config": {"policy": {"plan": "0.5:2"}}}):
+        with pytest.raises(ConfigError, match="total_steps"):
+            egeria.plan(model, optimizer, **wrong)
+    with pytest.raises(ConfigError, match="found"):
+        egeria.plan(model, None, total_steps=40)
