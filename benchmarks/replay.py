@@ -4,23 +4,101 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from benchmarks.paper_rule import SETTINGS, PaperRule
 from benchmarks.proving import RefusedError
 from benchmarks.proving.comparing import archive
 from benchmarks.proving.journal import FILE_NAME, Event, Journal, read_journal
+from egeria.config import Config
+from egeria.policy import Interval, Reading, find_rule
+from egeria.policy.paper import EgeriaPolicy
 
+SETTINGS = (
+    "plasticity.window",
+    "bootstrapping.change_threshold",
+    "freezing.tolerance_share",
+    "freezing.tolerance_readings",
+    "unfreezing.drop_factor",
+)
+"""All that the rule decides by, as `group.key`."""
 POLICY = "egeria"
 ENDINGS = ("freezing", "freezing and thawing any further")
 """What a run declined that decides nothing any more."""
 STAGE = "knowledge-guided"
 Decision = tuple[int, str]
 """The step, and what was decided, as `PaperRule` says it."""
+
+
+class PaperRule:
+    """Decides by the losses, learning rates and readings of one run after the other.
+
+    What it decides is given as text: 'knowledge-guided' (bootstrapping is over), 'freeze 0' (the first layer module),
+    or 'thaw'. It is taken for done: what is decided next goes by it.
+
+    Args:
+        settings: by the names of `SETTINGS`; None and what is left out are the library's.
+        trainable: for each layer module, whether it has anything to train.
+        rule: name of the rule for thaws.
+        total_steps: of the run; None where unknown.
+        deepest_freeze: how many front layer modules may be frozen; None for all but the last.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        trainable: Sequence[bool],
+        rule: str,
+        total_steps: int | None,
+        deepest_freeze: int | None = None,
+    ) -> None:
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            group, _, key = name.partition(".")
+            if value is not None:
+                groups.setdefault(group, {})[key] = value
+        config, last = Config.from_dict(groups), len(trainable) - 1
+        self._policy = EgeriaPolicy(
+            config,
+            modules=tuple(map(str, range(len(trainable)))),
+            trainable=tuple(trainable),
+            deepest=last if deepest_freeze is None else min(deepest_freeze, last),
+            total_steps=total_steps,
+            lr_rule=find_rule(rule, config.unfreezing.drop_factor),
+        )
+        self.frozen = 0
+        """How many front layer modules are to be frozen."""
+
+    @property
+    def monitored(self) -> int | None:
+        """The layer module of which a reading is wanted; None for none."""
+        return self._policy.wants.plasticity_of
+
+    def end_interval(self, step: int, loss: float | None, learning_rate: float) -> list[str]:
+        """Return what the rule decides at the end of an interval."""
+        stage = self._policy.status.stage
+        interval = Interval(step=step, frozen=self.frozen, num_steps=1, loss=loss, learning_rate=learning_rate)
+        decided = self._ask(interval)
+        return decided if self._policy.status.stage == stage else [self._policy.status.stage, *decided]
+
+    def read(self, step: int, evaluation: int, module: int, value: float) -> list[str]:
+        """Return what the rule decides by a reading of a layer module."""
+        reading = Reading(evaluation=evaluation, module=module, value=value)
+        return self._ask(Interval(step=step, frozen=self.frozen, readings=(reading,)))
+
+    def _ask(self, interval: Interval) -> list[str]:
+        decided, before = self._policy.observe(interval), self.frozen
+        if decided is None:
+            return []
+        self.frozen = decided.frozen
+        is_thaw = decided.frozen < before
+        freezes = [f"freeze {module}" for module in range(0 if is_thaw else before, decided.frozen)]
+        return ["thaw", *freezes] if is_thaw else freezes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from benchmarks.paper_rule import PaperRule, rule_of
 from benchmarks.proving import RefusedError
 from benchmarks.proving.comparing.results import read_outcome
 from benchmarks.proving.journal import JournalWriter, read_journal
@@ -16,24 +15,16 @@ from benchmarks.proving.running.recipe import describe
 from benchmarks.proving.running.training import train
 from benchmarks.rivals import RIVALS, make_rival
 from benchmarks.rivals.base import relative_change
-from benchmarks.rivals.by_rule import see
+from benchmarks.rivals.freezeout import find_ends, rate_share
 from benchmarks.rivals.gradients import first_that_changes, percentile
-from benchmarks.rivals.timed import draw_times, find_ends, rate_share
 from tests.pieces import CPU, new_training, wanted_run
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 NUM_STEPS = 5 * 32
-OFTEN = (
-    "plasticity.interval_steps=4,plasticity.window=2,bootstrapping.change_threshold=0.9,freezing.tolerance_share=0.9"
-)
 TEXTS = {
     "head-only": "head-only",
-    "random": "random:seed=1",
     "freezeout": "freezeout",
     "autofreeze": "autofreeze:plasticity.interval_steps=12",
-    "weight_change": f"weight_change:{OFTEN}",
-    "skipconv": f"skipconv:{OFTEN}",
 }
 
 
@@ -126,14 +117,6 @@ def test_freezeout_steps_each_layer_module_at_its_own_rate(make):
     assert training.optimizer.param_groups[0]["lr"] == 0.025, "that of the user's own group"
 
 
-def test_random_times_are_sorted_repeatable_and_after_the_start(tmp_path):
-    first, again, other = (draw_times(8, 0.25, seed) for seed in (3, 3, 4))
-    assert first == again != other
-    assert first == sorted(first) and min(first) >= 0.25 and max(first) <= 1
-    frozen = [event["step"] for event in journal_of("random:seed=3,start=0.25", tmp_path).of("frozen")]
-    assert frozen == [math.ceil(share * NUM_STEPS) for share in draw_times(3, 0.25, 3)]
-
-
 # AutoFreeze, four modules:  G(1) = 10, 10, 10, 10   G(2) = 11, 12, 15, 14   G(3) = -, -, 18, 21
 #   eta at 2: 0.1, 0.2, 0.5, 0.4; their median 0.3: module 2 is the first above it, so 0 and 1 freeze.
 #   eta at 3: 3/15 = 0.2, 7/14 = 0.5; their median 0.35: module 3 becomes the first in training, 2 freezes.
@@ -169,54 +152,3 @@ def test_the_percentile_lies_between_its_neighbours():
     assert (percentile([3.0, 1.0], 0), percentile([3.0, 1.0], 100)) == (1, 3)
     assert percentile([1.0, 2.0, math.inf, math.inf], 100) == math.inf
     assert percentile([1.0, 2.0], 25) == 1.25
-
-
-def test_the_papers_rule_freezes_at_the_tenth_reading_of_its_worked_example():
-    rule = PaperRule({"plasticity.window": 3}, trainable=[True] * 3, rule="step", total_steps=None)
-    assert rule.end_interval(10, 1.0, 0.1) == [] and rule.monitored is None
-    assert rule.end_interval(20, 1.0, 0.1) == ["knowledge-guided"] and rule.monitored == 0
-    said = []
-    for index, value in enumerate((9, 7, 5, 3, 1, 2, 1.8, 2.2, 2, 2.1), start=3):
-        assert rule.end_interval(10 * index, 1.0, 0.1) == []
-        said.append(rule.read(10 * index, index, 0, value))
-    assert said == [[]] * 9 + [["freeze 0"]] and (rule.frozen, rule.monitored) == (1, 1)
-    again = PaperRule({"plasticity.window": 3}, trainable=[True] * 3, rule="step", total_steps=None)
-    again.load_state_dict(rule.state_dict())
-    assert again.frozen == 1
-    assert again.end_interval(140, 1.0, 0.001) == ["thaw"] and (again.frozen, again.window) == (0, 2)
-
-
-def test_the_rule_for_thaws_goes_by_the_names_of_the_schedule():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-
-    def linear_decay(step):
-        return 1.0
-
-    chained = SequentialLR(optimizer, [StepLR(optimizer, 5), CosineAnnealingLR(optimizer, 5)], [5])
-    found = [rule_of(entry) for entry in (StepLR(optimizer, 5), LambdaLR(optimizer, linear_decay), chained)]
-    assert found == ["step", "linear", "cosine"]
-
-
-def test_weight_change_reads_how_far_the_weights_of_the_front_moved(make):
-    training = new_training()
-    rival = make(training, "weight_change:plasticity.interval_steps=1,plasticity.window=2")
-    read, asking = [], rival._rule.read
-    rival._rule.read = lambda step, evaluation, module, value: (
-        read.append((module, value)) or asking(step, evaluation, module, value)
-    )
-    for _ in range(4):
-        with torch.no_grad():
-            for parameter in training.model.parameters():
-                parameter.mul_(1.5)
-        rival.end_step(torch.tensor(1.0), None)
-    assert read == [(0, pytest.approx(0.5)), (0, pytest.approx(0.5))], "one interval to compare losses, one to begin"
-
-
-def test_a_front_is_seen_in_inference_mode_and_left_as_it_was():
-    training = new_training()
-    training.model.insert(1, torch.nn.Dropout(0.5))
-    batch = next(iter(training.loader))
-    training.model.train()
-    first, second = (see(training.model, training, batch, "1") for _ in range(2))
-    assert torch.equal(first, second) and torch.equal(first, training.model[0](batch[0]))
-    assert training.model[1].training and not first.requires_grad

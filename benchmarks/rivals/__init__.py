@@ -12,9 +12,8 @@ from benchmarks.proving import RefusedError
 from benchmarks.proving.journal import JournalWriter
 from benchmarks.rivals.base import Rival, read_options
 from benchmarks.rivals.by_hand import Half, HeadOnly, Short
-from benchmarks.rivals.by_rule import SkipConv, WeightChange
+from benchmarks.rivals.freezeout import FreezeOut
 from benchmarks.rivals.gradients import AutoFreeze
-from benchmarks.rivals.timed import FreezeOut, RandomTimes
 from benchmarks.workloads.workload import Training
 
 PLAIN = "none"
@@ -25,9 +24,6 @@ RIVALS: dict[str, type[Rival]] = {
     "short": Short,
     "freezeout": FreezeOut,
     "autofreeze": AutoFreeze,
-    "skipconv": SkipConv,
-    "weight_change": WeightChange,
-    "random": RandomTimes,
 }
 Settings = Mapping[str, Mapping[str, Any]]
 

@@ -1,17 +1,14 @@
-"""Rivals that freeze at times given in advance: FreezeOut, and times drawn by chance."""
+"""FreezeOut: freezes at times given in advance."""
 
 from __future__ import annotations
 
 import math
-import random
-from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from benchmarks.rivals.base import START, FrontRival, Option, is_count
+from benchmarks.rivals.base import START, FrontRival, Option
 
 ROUNDING = 1e-9
 """Shares are sums in floating point: the smallest error must not put a freeze off by a step."""
@@ -19,46 +16,7 @@ POWERS = {"linear": 1, "squared": 2, "cubic": 3}
 
 
 @dataclass(eq=False)
-class Timed(FrontRival):
-    """Freezes each layer module at its share of the training."""
-
-    def prepare(self) -> None:
-        """Set the times."""
-        self.ends = self.times(self.layers.deepest)
-
-    @abstractmethod
-    def times(self, count: int) -> Sequence[float]:
-        """Return the shares of the training at which so many layer modules freeze, front to back."""
-
-    def end_step(self, loss: Tensor, batch: Any) -> None:
-        """Freeze what has come to its time."""
-        super().end_step(loss, batch)
-        done = self.step / self.total_steps
-        self.move_to(sum(end <= done + ROUNDING for end in self.ends), f"{done:.1%} of the training is done")
-
-
-@dataclass(eq=False)
-class RandomTimes(Timed):
-    """'random': freezes at times drawn from [start, 1], by its seed alone: a control, to be beaten by all."""
-
-    options: ClassVar[dict[str, Option]] = {
-        "start": Option(0.1, *START),
-        "seed": Option(0, "a whole number from 0", is_count(0)),
-    }
-
-    def times(self, count: int) -> Sequence[float]:
-        """Return the shares of the training at which so many layer modules freeze, front to back."""
-        return draw_times(count, self.values["start"], self.values["seed"])
-
-
-def draw_times(count: int, start: float, seed: int) -> list[float]:
-    """Return so many sorted shares of [start, 1]."""
-    generator = random.Random(seed)
-    return sorted(start + (1 - start) * generator.random() for _ in range(count))
-
-
-@dataclass(eq=False)
-class FreezeOut(Timed):
+class FreezeOut(FrontRival):
     """'freezeout': anneals the learning rate of each layer module to zero at its own time, and freezes it then.
 
     Module `i` of `0..L`, where `L` is the last, ends at the share `r_i = (t_0 + (1 - t_0) * i / L) ** p` of the
@@ -77,7 +35,7 @@ class FreezeOut(Timed):
 
     def prepare(self) -> None:
         """Set the times, and the rates of each step."""
-        super().prepare()
+        self.ends = find_ends(self.layers.deepest + 1, self.values["start"], self.values["shape"])[:-1]
         optimizer = self.training.optimizer
         self._groups = optimizer.param_groups
         self._handles = (
@@ -85,9 +43,11 @@ class FreezeOut(Timed):
             optimizer.register_step_post_hook(lambda *_: self._put_groups_back()),
         )
 
-    def times(self, count: int) -> Sequence[float]:
-        """Return the shares of the training at which so many layer modules freeze, front to back."""
-        return find_ends(count + 1, self.values["start"], self.values["shape"])[:-1]
+    def end_step(self, loss: Tensor, batch: Any) -> None:
+        """Freeze what has come to its time."""
+        super().end_step(loss, batch)
+        done = self.step / self.total_steps
+        self.move_to(sum(end <= done + ROUNDING for end in self.ends), f"{done:.1%} of the training is done")
 
     def _take_rates_apart(self) -> None:
         """Let the optimizer have a group for each layer module, for one step."""
