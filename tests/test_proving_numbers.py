@@ -13,12 +13,11 @@ import psutil
 import pytest
 import torch
 from benchmarks.proving import RefusedError
-from benchmarks.proving.comparing.accuracy_time import accuracy_time, target_value, time_to, value_at
 from benchmarks.proving.comparing.comparison import compare
 from benchmarks.proving.comparing.results import Evaluation, Outcome
 from benchmarks.proving.comparing.skipping import Skipped, measure_skipped, spans
 from benchmarks.proving.comparing.statistics import T_QUANTILES, spread, t_quantile
-from benchmarks.proving.comparing.tables import overview, time_table, worst_of
+from benchmarks.proving.comparing.tables import overview
 from benchmarks.proving.journal import JournalWriter, read_journal
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
@@ -79,45 +78,6 @@ def test_one_seed_has_no_interval_and_many_the_last_quantile():
     assert t_quantile(500) == 2.042
 
 
-def test_target_is_the_mean_of_the_last_three_evaluations():
-    plain = outcome("none", 0, [50, 80, 90, 90, 93])
-    assert target_value(plain, "converged") == pytest.approx(91)
-    assert target_value(plain, "99 %") == pytest.approx(0.99 * 91)
-    falling = outcome("none", 0, [9, 5, 4, 4, 4], workload=PERPLEXITY)
-    assert target_value(falling, "99 %") == pytest.approx(1.01 * 4)
-
-
-def test_time_is_that_of_the_first_evaluation_as_good():
-    plain = outcome("none", 0, [50, 80, 90, 90, 93])
-    assert time_to(plain.evaluations, 90, higher_is_better=True) == 30
-    assert time_to(plain.evaluations, 90, higher_is_better=True, clock="cpu") == 60
-    assert time_to(plain.evaluations, 93.1, higher_is_better=True) is None
-    falling = outcome("none", 0, [9, 5, 4], workload=PERPLEXITY)
-    assert time_to(falling.evaluations, 5, higher_is_better=False) == 20
-
-
-def test_a_constant_curve_reaches_its_own_mean():
-    plain = outcome("none", 0, [0.1, 0.1, 0.1])  # the mean of the three is 0.10000000000000002
-    assert time_to(plain.evaluations, target_value(plain, "converged"), higher_is_better=True) == 10
-
-
-def test_a_seed_that_never_gets_there_is_counted_and_in_no_mean():
-    pairs = [
-        (outcome("none", 0, [80, 90, 90, 90]), outcome("egeria", 0, [80, 90, 90, 90], epoch_s=5)),
-        (outcome("none", 1, [80, 90, 90, 90]), outcome("egeria", 1, [80, 85, 86, 87], epoch_s=5)),
-    ]
-    found = accuracy_time(pairs, "converged", "wall")
-    assert found.num_reached == 1
-    assert found.saved.mean == pytest.approx(50)
-    assert found.faster.mean == pytest.approx(100)
-    assert found.seeds[1].found_s is None
-    assert found.seeds[1].whole_s == 20
-    assert "reached by 1 of 2" in found.shows()
-    none = accuracy_time(pairs[1:], "converged", "wall")
-    assert none.saved is None
-    assert none.shows() == "not reached (0 of 1)"
-
-
 def test_differences_are_paired_by_seed():
     runs = [
         *(outcome("none", seed, [70 + 10 * seed]) for seed in (0, 1)),
@@ -149,7 +109,6 @@ def test_relative_metrics_are_judged_in_per_cent_of_plain():
 def test_a_run_that_diverged_is_never_within_and_shows():
     (comparison,) = compare([outcome("none", 0, [90.0]), outcome("egeria", 0, [math.nan])], "none")
     assert not comparison.is_within(comparison.find("egeria"))
-    assert "not reached (0 of 1)" in time_table(comparison)
     assert "nan" in overview([comparison])
 
 
@@ -185,19 +144,18 @@ def test_runs_of_two_recipes_are_not_compared():
         compare([outcome("none", 0, [90.0]), outcome("egeria", 0, [90.0], lr=0.2)], "none")
 
 
-def test_worst_row_loses_most_quality_before_it_saves_least_time():
-    def workload(name: str, final: float, epoch_s: float):
-        facts = replace(ACCURACY, name=name)
+def test_the_overview_has_means_over_the_workloads_and_the_most_that_is_lost():
+    def workload(name, share, final, short):
+        facts, options = replace(ACCURACY, name=name), {"epoch_s": 5.0, "skipped": 0.2}
         plain = outcome("none", 0, [90.0], workload=facts)
-        return [plain, outcome("default", 0, [final], workload=facts, epoch_s=epoch_s)]
+        default = outcome("default", 0, [final], workload=facts, **options)
+        return [plain, default, outcome(f"short:share={share}", 0, [short], workload=facts, **options)]
 
-    slow, fast = workload("slow", 90, 9.9), workload("fast", 90, 5)
-    lossy = workload("lossy", 89, 2)
-    assert worst_of(compare([*slow, *fast], "none")).workload.name == "slow"
-    found = compare([*slow, *fast, *lossy], "none")
-    assert worst_of(found).workload.name == "lossy"
-    (line,) = [line for line in overview(found).splitlines() if "worst" in line]
-    assert "lossy" in line
+    text = overview(compare([*workload("one", 0.8, 90.5, 88.0), *workload("two", 0.7, 89.1, 91.0)], "none"))
+    header, _, one, two, mean, worst = ([cell.strip() for cell in line.split("|")] for line in text.splitlines())
+    assert header[4] == "default: difference" and header[7] == "short: difference"
+    assert one[4:8] == ["+0.50", "20.0", "+50.0", "-2.00"] and two[4] == "-0.90"
+    assert mean[4:8] == ["-0.20", "20.0", "+50.0", "-0.50"] and (worst[4], worst[7]) == ("0.90", "2.00")
 
 
 def journal(directory: Path, *events) -> None:
@@ -224,35 +182,6 @@ def used(step: int, hits: int, misses: int):
 
 def thawed(step: int):
     return "thawed", step, {"frozen_before": 1}
-
-
-def test_the_value_at_a_time_lies_between_two_evaluations():
-    evaluations = outcome("none", 0, [10.0, 20.0, 60.0]).evaluations  # after 10, 20 and 30 s, or twice that of CPU
-    assert value_at(evaluations, 15.0) == pytest.approx(15.0)
-    assert value_at(evaluations, 28.0) == pytest.approx(52.0)
-    assert value_at(evaluations, 28.0, "cpu") == pytest.approx(14.0)
-    assert value_at(evaluations, 20.0) == 20.0
-    assert value_at(evaluations, 10.0) == 10.0
-    assert value_at(evaluations, 300.0) == 60.0
-    assert value_at(evaluations, 9.0) is None
-
-
-def test_at_equal_time_runs_are_cut_off_where_the_default_ended():
-    runs = [
-        *(outcome("none", seed, [10.0, 20.0, 60.0]) for seed in (0, 1)),
-        *(outcome("default", seed, [30.0, 40.0, 55.0], epoch_s=5.0 + seed) for seed in (0, 1)),  # 15 s and 18 s
-        *(outcome("hft", seed, [31.0, 32.0, 33.0], epoch_s=2.0) for seed in (0, 1)),
-        *(outcome("head-only", seed, [1.0, 2.0, 3.0], epoch_s=200.0) for seed in (0, 1)),
-        outcome("egeria", 2, [1.0, 2.0, 3.0]),
-    ]
-    (comparison,) = compare(runs, "none")
-    found = {policy.policy: policy.at_equal_time for policy in comparison.policies}
-    assert found["none"].mean == pytest.approx((15 + 18) / 2)
-    assert found["default"].mean == 55.0
-    assert found["hft"].mean == 33.0
-    assert found["head-only"] is None and found["egeria"] is None
-    assert "| 16.50 ± 2.12 |" in time_table(comparison)
-    assert "accuracy when default ended" in time_table(comparison)
 
 
 def test_skipped_compute_is_the_backward_pass_while_frozen(tmp_path):

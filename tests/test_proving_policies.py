@@ -85,9 +85,8 @@ def test_folders_are_names_that_any_file_system_takes():
             "short:cache.share=0.5",
             "short:share=0.5,a.b=1",
         ),
-        *("static", "plan:start=0.5", "plan:plan=0.5", "hft:seed=1", "random:seed=half", "random:start=1"),
+        *("static", "plan:start=0.5", "plan:plan=0.5", "hft:seed=1", "freezeout:start=1"),
         *("freezeout:shape=round", "freezeout:scaled=1", "autofreeze:percentile=101", "autofreeze:evaluations=1"),
-        "skipconv:plasticity.metric=cka",
     ],
 )
 def test_what_is_no_policy_is_refused(text):

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.proving import RefusedError
-from benchmarks.proving.comparing.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time, value_at
 from benchmarks.proving.comparing.results import Outcome
 from benchmarks.proving.comparing.statistics import Spread, spread
-from benchmarks.proving.policies import DEFAULT
 from benchmarks.proving.running.runfile import WorkloadFacts
 from benchmarks.workloads.registry import WORKLOADS
 
+CLOCKS = ("wall", "cpu")
 POINTS, PER_CENT = 0.3, 1.0
 """Mean loss of quality that counts as none: in points, or per cent of the plain value where that is `is_relative`."""
 
@@ -37,13 +36,6 @@ class PolicyComparison:
     """Training time of the whole run saved, per cent of plain, by clock."""
     seconds: dict[str, Spread]
     """Training time of the whole run, by clock."""
-    at_equal_time: Spread | None
-    """The metric of the evaluations when the default's run of the same seed had ended, by the clock that says more.
-
-    None where it is not known for each seed.
-    """
-    accuracy_times: dict[str, dict[str, AccuracyTime]]
-    """By target, then by clock; empty without plain runs."""
     skipped: Spread | None
     """Per cent of the run's compute; None where it is not known."""
     skipped_forward: Spread | None
@@ -74,7 +66,7 @@ class WorkloadComparison:
     @property
     def clock(self) -> str:
         """The clock that says more: CPU time on shared processors, wall clock where an accelerator works."""
-        return clock_of(self.device)
+        return "cpu" if self.device == "cpu" else "wall"
 
     @property
     def device(self) -> str:
@@ -88,11 +80,6 @@ class WorkloadComparison:
     def is_within(self, policy: PolicyComparison) -> bool:
         """Tell whether a policy loses no more quality than counts as none."""
         return policy.lost is not None and policy.lost <= self.tolerance
-
-
-def clock_of(device: str) -> str:
-    """Return the clock that says more on a device, 'wall' or 'cpu'."""
-    return "cpu" if device == "cpu" else "wall"
 
 
 def compare(outcomes: Sequence[Outcome], base: str) -> list[WorkloadComparison]:
@@ -128,15 +115,16 @@ def _compare_workload(outcomes: list[Outcome], base: str) -> WorkloadComparison:
         seeds = by_policy.setdefault(outcome.run.policy.text, {})
         if seeds.setdefault(outcome.run.seed, outcome) is not outcome:
             raise RefusedError(f"{outcome.run.name} is there twice. Compare the directories apart.")
-    plain, default = by_policy.get(base, {}), by_policy.get(DEFAULT, {})
+    plain = by_policy.get(base, {})
     order = sorted(by_policy, key=lambda policy: (policy != base, policy))
     return WorkloadComparison(
         workload=_as_today(first.run.workload),
         tier=first.run.tier,
         base=base,
-        policies=tuple(_compare_policy([by_policy[name][seed] for seed in sorted(by_policy[name])], plain, default)
-                       for name in order),
-    )  # fmt: skip
+        policies=tuple(
+            _compare_policy([found for _, found in sorted(by_policy[name].items())], plain) for name in order
+        ),
+    )
 
 
 def _as_today(workload: WorkloadFacts) -> WorkloadFacts:
@@ -145,11 +133,8 @@ def _as_today(workload: WorkloadFacts) -> WorkloadFacts:
     return workload if known is None else replace(workload, is_held_out=known.is_held_out)
 
 
-def _compare_policy(
-    outcomes: list[Outcome], plain: dict[int, Outcome], default: dict[int, Outcome]
-) -> PolicyComparison:
+def _compare_policy(outcomes: list[Outcome], plain: dict[int, Outcome]) -> PolicyComparison:
     pairs = [(plain[outcome.run.seed], outcome) for outcome in outcomes if outcome.run.seed in plain]
-    beside = [pair for pair in pairs if _machine(pair[0]) == _machine(pair[1])]
     workload = outcomes[0].run.workload
     differences = [difference_of(workload, base.quality, found.quality) for base, found in pairs]
     final = spread([outcome.quality for outcome in outcomes])
@@ -166,10 +151,6 @@ def _compare_policy(
         lost=lost,
         saved={clock: _saved(pairs, clock) for clock in CLOCKS},
         seconds={clock: found for clock in CLOCKS if (found := spread([_total_s(run, clock) for run in outcomes]))},
-        at_equal_time=_at_equal_time(outcomes, default),
-        accuracy_times={target: {clock: accuracy_time(beside, target, clock) for clock in CLOCKS} for target in TARGETS}
-        if pairs
-        else {},
         skipped=_shares([outcome.skipped.total for outcome in outcomes]),
         skipped_forward=_shares([outcome.skipped.forward for outcome in outcomes]),
     )
@@ -184,18 +165,6 @@ def _saved(pairs: Sequence[tuple[Outcome, Outcome]], clock: str) -> Spread | Non
 
 def _machine(outcome: Outcome) -> tuple[Any, ...]:
     return tuple(outcome.run.made_with.get(name) for name in ("processor", "cores", "accelerator", "torch"))
-
-
-def _at_equal_time(outcomes: Sequence[Outcome], default: dict[int, Outcome]) -> Spread | None:
-    """Return what runs had reached when the default's run of their seed ended; None where one is not known."""
-    clock = clock_of(outcomes[0].run.device)
-    found = [
-        value_at(outcome.evaluations, _total_s(default[outcome.run.seed], clock), clock)
-        for outcome in outcomes
-        if outcome.run.seed in default and _machine(outcome) == _machine(default[outcome.run.seed])
-    ]
-    known = [value for value in found if value is not None]
-    return spread(known) if len(known) == len(outcomes) else None
 
 
 def difference_of(workload: WorkloadFacts, plain: float, found: float) -> float:

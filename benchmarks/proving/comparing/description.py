@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.proving.comparing.accuracy_time import NUM_CONVERGED
 from benchmarks.proving.comparing.comparison import PER_CENT, POINTS, WorkloadComparison
 from benchmarks.proving.comparing.tables import overview, quality_table, time_table, timelines
 
@@ -18,16 +17,8 @@ HOW_TIME = """\
 - Time is of training: loading, forward, backward, optimizer, and all of egeria (attaching, judging, its controller
   process and threads, closing). Evaluation on held-out data is excluded. Wall-clock time depends on what else the
   machine does; CPU time adds up all threads and processes."""
-HOW_EQUAL_TIME = """\
-- The metric 'when default ended' is that of the same seed after as much training time as the default's run took,
-  CPU time or, in tier gpu, wall-clock time: on the smaller set that is asked during a run, interpolated between two
-  evaluations; of a run that was shorter, its last. Schedules of the learning rate are not shortened."""
 HOW_JUDGED = """\
 - Where a workload has a judge, final quality is that on its larger set of held-out data, asked once at the end."""
-HOW_TARGETS = f"""\
-- Time to 'converged' is the training time at the first evaluation at least as good as the mean of the
-  plain run's last {NUM_CONVERGED} evaluations, nothing deducted; time to '99 %' that for within 1 % of this value. A
-  seed that never gets there is counted, and is in no mean: a mean over fewer seeds speaks of the luckier ones."""
 HOW_COMPUTE = """\
 - Compute skipped is the share of the run's floating-point work that was not done: backward passes of frozen layer
   modules, and of those updated at some steps only, at the others; and forward passes for the samples that stored
@@ -44,7 +35,7 @@ def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[
     for comparison in comparisons:
         names = pictures[comparison.workload.name, comparison.tier]
         parts += _section(comparison, names)
-    points = (HOW_SPREAD, HOW_INTERVAL, HOW_JUDGED, HOW_TIME, HOW_EQUAL_TIME, HOW_TARGETS, HOW_COMPUTE, HOW_LOSS)
+    points = (HOW_SPREAD, HOW_INTERVAL, HOW_JUDGED, HOW_TIME, HOW_COMPUTE, HOW_LOSS)
     return "\n\n".join([*parts, method(*points), circumstances(comparisons), _commands(comparisons)]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a record as SVG files: accuracy over time, what was frozen when, speed against accuracy."""
+"""The pictures of a record as SVG files: accuracy over time, what was frozen when, compute skipped against quality."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def draw_timeline(shown: Sequence[PolicyComparison], colours: dict[str, str], pa
 def draw_plane(
     comparison: WorkloadComparison, shown: Sequence[PolicyComparison], colours: dict[str, str], path: Path
 ) -> None:
-    """Draw quality against training time saved: a point and its 95 % interval each policy, small points its seeds."""
+    """Draw quality against the compute that is skipped: a point and its 95 % interval for each policy."""
     sign = 1 if comparison.workload.higher_is_better else -1
     unit = "%" if comparison.workload.is_relative else "points"
 
@@ -116,22 +116,22 @@ def draw_plane(
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.axhline(-comparison.tolerance, color=INK, linewidth=0.8, linestyle="--")
         for policy in shown:
-            saved, difference = policy.saved[comparison.clock], policy.difference
-            if policy.policy == comparison.base or saved is None or difference is None:
+            skipped, difference = policy.skipped, policy.difference
+            if policy.policy == comparison.base or skipped is None or difference is None:
                 continue
             colour = colours[policy.policy]
             errors = [
                 [[spread.mean - spread.low], [spread.high - spread.mean]]
                 if spread.low is not None and spread.high is not None
                 else None
-                for spread in (saved, difference)
+                for spread in (skipped, difference)
             ]
             axes.errorbar(
-                saved.mean, sign * difference.mean, xerr=errors[0],
+                skipped.mean, sign * difference.mean, xerr=errors[0],
                 yerr=errors[1] if sign > 0 or errors[1] is None else errors[1][::-1],
                 color=colour, marker="o", markersize=6, linewidth=0.8, label=_short(policy.policy),
             )  # fmt: skip
-        axes.set_xlabel(f"{CLOCK_NAMES[comparison.clock]} time of training saved, %")
+        axes.set_xlabel("compute skipped, %")
         axes.set_ylabel(f"{comparison.workload.metric}, {unit} better than {comparison.base}")
         axes.legend(fontsize=8)
 

@@ -46,16 +46,10 @@ def to_dict(comparison: WorkloadComparison) -> dict[str, Any]:
 
 
 def _policy_dict(comparison: WorkloadComparison, policy: PolicyComparison) -> dict[str, Any]:
-    record = {
-        name: value for name, value in vars(policy).items() if name not in ("outcomes", "accuracy_times", "unpaired")
-    }
+    record = {name: value for name, value in vars(policy).items() if name not in ("outcomes", "unpaired")}
     return {
         **{name: _as_dict(value) for name, value in record.items()},
         "unpaired": list(policy.unpaired),
-        "accuracy_times": {
-            target: {clock: {**asdict(found), "num_reached": found.num_reached} for clock, found in by_clock.items()}
-            for target, by_clock in policy.accuracy_times.items()
-        },
         "runs": [_run_dict(outcome) for outcome in policy.outcomes],
     }
 

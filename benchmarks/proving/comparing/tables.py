@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
-from benchmarks.proving.comparing.accuracy_time import CLOCKS, CONVERGED, NEARLY
-from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison
+from benchmarks.proving.comparing.comparison import CLOCKS, PolicyComparison, WorkloadComparison
 from benchmarks.proving.comparing.statistics import Spread
 from benchmarks.proving.policies import DEFAULT
 
 NAMES = {"wall": "wall", "cpu": "CPU"}
-RULE = "egeria"
 
 
 def quality_table(comparison: WorkloadComparison) -> str:
@@ -36,26 +35,17 @@ def quality_table(comparison: WorkloadComparison) -> str:
 
 
 def time_table(comparison: WorkloadComparison) -> str:
-    """Return training time and time to accuracy, one line for each policy."""
+    """Return training time, one line for each policy."""
     header = ["policy"]
-    has_default = comparison.find(DEFAULT) is not None
     for clock in CLOCKS:
         header += [f"{NAMES[clock]} s", f"{NAMES[clock]} saved % [95 %]"]
-    if has_default:
-        header.append(f"{comparison.workload.metric} when {DEFAULT} ended")
-    for target in (CONVERGED, NEARLY):
-        header += [f"time to {target}: saved, {NAMES[clock]}" for clock in CLOCKS]
     lines = []
     for policy in comparison.policies:
-        is_base = policy.policy == comparison.base
         line = [policy.policy]
         for clock in CLOCKS:
+            is_base = policy.policy == comparison.base
             saved = "" if is_base else _text(policy.saved[clock], digits=1, signed=True, interval=True)
             line += [policy.seconds[clock].shows(1), saved]
-        if has_default:
-            line.append(_text(policy.at_equal_time) or "not known")
-        for target in (CONVERGED, NEARLY):
-            line += [_accuracy_time(policy, target, clock, is_base=is_base) for clock in CLOCKS]
         lines.append(line)
     return markdown(header, lines)
 
@@ -74,44 +64,45 @@ def timelines(comparison: WorkloadComparison) -> list[str]:
 
 
 def overview(comparisons: Sequence[WorkloadComparison]) -> str:
-    """Return one line for each workload, the worst marked: the table of the project's README."""
-    header = ("workload", "metric", "plain", *(f"{name}: {what}" for name in (DEFAULT, RULE) for what in (
-        "difference", "time saved %", f"time to {CONVERGED}: saved",
-    )))  # fmt: skip
-    worst = worst_of(comparisons)
-    lines = []
-    for comparison in comparisons:
-        base = comparison.find(comparison.base)
-        mark = "**worst:** " if comparison is worst else ""
-        unit = " (differences in %)" if comparison.workload.is_relative else ""
-        line = [
-            f"{mark}{comparison.workload.name} ({comparison.tier})",
-            f"{comparison.workload.metric}{unit}",
-            base.final.shows() if base else "not run",
-        ]
-        for name in (DEFAULT, RULE):
-            line += _overview_cells(comparison, comparison.find(name))
-        lines.append(line)
-    return markdown(header, lines)
+    """Return one line for each workload, then the means over them and the most that is lost.
 
-
-def worst_of(comparisons: Sequence[WorkloadComparison]) -> WorkloadComparison | None:
-    """Return the workload that the default policy (where it has not run, the paper's rule) serves worst.
-
-    That is the one that loses most quality for what counts as none; where all lose no more than
-    that, the one that saves least time.
+    'short' is one policy, whatever its share of the steps.
     """
-    judged = [
-        (comparison, policy)
-        for comparison in comparisons
-        if (policy := comparison.find(DEFAULT) or comparison.find(RULE)) is not None and policy.lost is not None
-    ]
-    if len(judged) < 2:
-        return None
-    losing = [(comparison, policy) for comparison, policy in judged if not comparison.is_within(policy)]
-    if losing:
-        return max(losing, key=lambda pair: _or_worst(pair[1].lost) / pair[0].tolerance)[0]
-    return min(judged, key=lambda pair: spread.mean if (spread := pair[1].saved[pair[0].clock]) else 0.0)[0]
+    found = [{_kind(own): own for own in compared.policies if own.policy != compared.base} for compared in comparisons]
+    kinds = sorted({kind for own in found for kind in own}, key=lambda kind: (kind != DEFAULT, kind))
+    header = ["workload", "metric", "plain"]
+    for kind in kinds:
+        header += [f"{kind}: difference", "compute skipped %", "time saved %"]
+    lines = []
+    for compared, own in zip(comparisons, found, strict=True):
+        base, unit = compared.find(compared.base), " (differences in %)" if compared.workload.is_relative else ""
+        line = [f"{compared.workload.name} ({compared.tier})", f"{compared.workload.metric}{unit}"]
+        line.append(base.final.shows() if base else "not run")
+        lines.append(line + [cell for kind in kinds for cell in _cells(compared, own.get(kind))])
+    means, worst = ["**mean**", "", ""], ["**most lost**", "", ""]
+    for kind in kinds:
+        pairs = [(compared, own[kind]) for compared, own in zip(comparisons, found, strict=True) if kind in own]
+        lost = [own.lost for _, own in pairs if own.lost is not None]
+        skipped = [own.skipped.mean for _, own in pairs if own.skipped]
+        saved = [time.mean for compared, own in pairs if (time := own.saved[compared.clock])]
+        means += [_mean([-loss for loss in lost], 2, "+"), _mean(skipped, 1), _mean(saved, 1, "+")]
+        worst += [f"{max(lost):.2f}" if lost else "", "", ""]
+    return markdown(header, [*lines, means, worst] if len(lines) > 1 else lines)
+
+
+def _kind(policy: PolicyComparison) -> str:
+    return "short" if policy.policy.startswith("short:") else policy.policy
+
+
+def _cells(comparison: WorkloadComparison, policy: PolicyComparison | None) -> list[str]:
+    if policy is None or policy.difference is None:
+        return ["not run", "", ""]
+    saved = _text(policy.saved[comparison.clock], digits=1, signed=True)
+    return [_text(policy.difference, signed=True), _text(policy.skipped, digits=1) or "not known", saved]
+
+
+def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
+    return f"{statistics.fmean(values):{sign}.{digits}f}" if values else ""
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -120,35 +111,10 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
-def _overview_cells(comparison: WorkloadComparison, policy: PolicyComparison | None) -> list[str]:
-    if policy is None or policy.difference is None:
-        return ["not run", "", ""]
-    return [
-        _text(policy.difference, signed=True),
-        _text(policy.saved[comparison.clock], digits=1, signed=True),
-        policy.accuracy_times[CONVERGED][comparison.clock].shows(),
-    ]
-
-
 def _seeds(policy: PolicyComparison) -> str:
     missing = f" ({', '.join(map(str, policy.unpaired))} without plain)" if policy.unpaired else ""
     return ", ".join(map(str, policy.seeds)) + missing
 
 
-def _accuracy_time(policy: PolicyComparison, target: str, clock: str, *, is_base: bool) -> str:
-    if not policy.accuracy_times:
-        return ""
-    found = policy.accuracy_times[target][clock]
-    if not is_base:
-        return found.shows()
-    mean_s = sum(reached.plain_s for reached in found.seeds) / len(found.seeds)
-    return f"at {mean_s:.1f} s"
-
-
 def _text(spread: Spread | None, *, digits: int = 2, signed: bool = False, interval: bool = False) -> str:
     return spread.shows(digits, signed=signed, interval=interval) if spread else ""
-
-
-def _or_worst(lost: float | None) -> float:
-    """Return a loss of quality for sorting; one that is not a number is worse than any."""
-    return lost if lost is not None and lost == lost else float("inf")  # noqa: PLR0124 (only nan differs from itself)
