@@ -140,11 +140,11 @@ def test_with_adam_the_last_module_begins_alone_and_without_it_the_front_freezes
     adam, sgd = (draw_up(MODULES, **facts, adaptive=adaptive) for adaptive in (True, False))
     assert draw_up(MODULES, **{**facts, "num_parameters": 1_000_000}, adaptive=True) == sgd, "so small a model"
     assert str(adam) == "0:3 0.25:0 0.8:1 0.9:2" and "trains alone up to 25% of the steps" in adam.reason
-    assert str(sgd) == "0.6666:1 0.8333:2" and "pretrained: everything trains up to 50%" in sgd.reason
+    assert str(sgd) == "0.8666:1 0.9333:2" and "pretrained: everything trains up to 80%" in sgd.reason
     assert (adam.modules, adam.total_steps) == (MODULES, 1000)
     assert [str(draw_up(MODULES[:n], **facts, adaptive=True)) for n in (0, 1, 2)] == ["", "", "0:1 0.25:0"]
     assert [tuple(move)[:2] for move in even_moves(6, start=0.0)] == [(0.2, 1), (0.4, 2), (0.6, 3), (0.8, 4)]
-    assert [even_moves(count) for count in (0, 1, 2)] == [()] * 3
+    assert [even_moves(count, 0.5) for count in (0, 1, 2)] == [()] * 3
 
 
 def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
@@ -239,14 +239,14 @@ def test_no_more_freeze_than_may():
     assert make(plan="0.5:1 0.9:3 0.95:9").wants.steps == (50, 90), "9 of 4 are 3, as before"
 
 
-def test_linear_is_the_even_plan_from_its_start():
+def test_linear_freezes_evenly_from_its_start():
     assert decided(make("linear", 11, 20))[11] == 1, "0.5 + 0.5 / 10 is a little more than 0.55"
     assert decided(make("linear", 5)) == {63: 1, 75: 2, 88: 3}
     assert decided(make("linear", 5, start=0.0)) == {25: 1, 50: 2, 75: 3}
 
 
-def test_by_default_a_pretrained_model_has_the_even_plan_and_another_one_none():
-    assert decided(make(pretrained=True)) == {67: 1, 84: 2}
+def test_by_default_a_pretrained_model_has_a_late_phase_and_another_one_none():
+    assert decided(make(pretrained=True)) == {87: 1, 94: 2}
     assert decided(make(pretrained=False)) == decided(make()) == decided(make("none")) == {}
 
 
@@ -318,8 +318,8 @@ def test_a_run_freezes_by_its_plan_and_says_so_at_its_first_step(tmp_path, caplo
 @pytest.mark.parametrize(
     ("pretrained", "optimizer", "width", "expected"),
     [
-        (True, torch.optim.SGD, 750, "0.6666:1 0.8333:2"),
-        (True, torch.optim.AdamW, 700, "0.6666:1 0.8333:2"),  # of 1,962,800 parameters
+        (True, torch.optim.SGD, 750, "0.8666:1 0.9333:2"),
+        (True, torch.optim.AdamW, 700, "0.8666:1 0.9333:2"),  # of 1,962,800 parameters
         (True, torch.optim.AdamW, 750, "0:3 0.25:0 0.8:1 0.9:2"),
         (False, torch.optim.AdamW, 750, ""),
     ],

@@ -21,7 +21,7 @@ class PolicyConfig(SettingsGroup):
     """Who decides what is frozen, and the settings of each policy."""
 
     name: Any = setting("plan", _NAME_OR_MAKER)
-    """'plan' (also as 'static'), 'linear' (the even plan), 'egeria' (the rule of the paper),
+    """'plan' (also as 'static'), 'linear' (evenly from `start` on), 'egeria' (the paper's rule),
     'none', or any `egeria.policy.Maker`: a callable that makes an `egeria.policy.Policy`."""
     plan: str | None = setting(None, optional(checks.wrong_plan))
     """Moment : front layer modules frozen from then on, such as "0.5:1 0.75:2", "step 500:2" or
