@@ -31,7 +31,7 @@ from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
-from egeria.model.copies import copies_of_computed
+from egeria.model.hooks import copies_of_computed
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained
 from egeria.policy import Plan, draw_up
 from egeria.random_state import accelerators_of, kept_random_state

@@ -17,7 +17,7 @@ from torch import nn
 
 from egeria.cache.boundary import Boundary, require
 from egeria.cache.generation import Found, Generation
-from egeria.cache.lookahead import LookAhead
+from egeria.cache.loader import LookAhead, can_look_ahead
 from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
@@ -79,8 +79,11 @@ class Cache:
         if not modules:
             return
         self._number += 1
-        is_timed = self._settings.gate != "open"
-        if is_timed and epochs_ahead is not None and epochs_ahead < LEAST_EPOCHS:
+        if (
+            self._settings.gate != "open"
+            and epochs_ahead is not None
+            and epochs_ahead < LEAST_EPOCHS
+        ):
             self._decide(
                 modules[-1].name,
                 f"the boundary may move or the run end within {epochs_ahead:.1f} epochs, and "
@@ -93,20 +96,14 @@ class Cache:
             self.refuse(modules[-1].name, str(error))
             return
         self._generation = Generation(
-            boundary,
-            store,
-            number=self._number,
-            num_batches=self._num_batches,
-            verify_batches=self._settings.verify_batches,
-            is_timed=is_timed,
-            decline=self._recorder.decline,
+            boundary, store, self._settings, self._recorder, self._num_batches
         )
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self._model)
         attributes["forward"] = CachedForward(self, self._model, attributes.get("forward"))
-        if isinstance(store, FileStore):
+        if isinstance(store, FileStore) and can_look_ahead(self._loader):
             expect, decline = self._generation.expect, self._recorder.decline
-            self._ahead = LookAhead.over(self._loader, expect, decline)
+            self._ahead = LookAhead(self._loader, expect, decline)
 
     def close(self) -> None:
         """Leave the model and the loader as they were found; can be called again."""
@@ -121,8 +118,7 @@ class Cache:
             self._ahead.close()
             self._ahead = None
         if generation is not None:
-            generation.close()
-            self._recorder.write(generation.used(self._recorder.step))
+            generation.close(self._number)
 
     def refuse(self, boundary: str, reason: str) -> None:
         """Stop storing and serving; warn with the reason if the cache was asked for."""
@@ -147,7 +143,7 @@ class Cache:
 
     def _make_pass(self, generation: Generation, call: Callable[[], Any], found: Found) -> Any:
         if found.kind is not None and found.value is not None:
-            output, failure = generation.serve(call, found, found.kind, found.value)
+            output, failure = generation.serve(call, found.kind, found.value)
             with self._guard(generation):
                 require(not failure, failure)
                 if self._ahead is not None:
@@ -177,16 +173,12 @@ class Cache:
 
     def _make_store(self) -> Store:
         if not self._settings.is_on_disk:
-            return MemoryStore(self._limit_bytes)
+            share = self._settings.memory_share / self._num_local
+            return MemoryStore(int(free_memory_bytes() * share))
         directory = self._settings.directory or self._directory
         if directory is None:
             raise UncacheableError("there is no directory for a file")
         return FileStore(Path(directory), self._settings.limit_bytes)
-
-    def _limit_bytes(self, stored_bytes: int) -> int:
-        """Return how much may be stored, where all processes of the host have stored as much."""
-        free_bytes = free_memory_bytes() + self._num_local * stored_bytes
-        return int(free_bytes * self._settings.memory_share / self._num_local)
 
     def _decide(self, boundary: str, reason: str, *, mode: str = "computed") -> None:
         step, number = self._recorder.step, self._number
@@ -202,11 +194,6 @@ class CachedForward:
     def __init__(self, cache: Cache, model: nn.Module, own_forward: Any) -> None:
         self._cache, self._model, self.own_forward = cache, model, own_forward
         self.__wrapped__: Callable[..., Any] = model.forward  # its signature is read from here
-
-    @property
-    def __code__(self) -> Any:
-        """What `torch.export` asks a `forward` for."""
-        return self.__wrapped__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have the cache make the pass."""

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
 from egeria.cache.probe import difference, prove
 from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
+from egeria.config import CacheConfig
 from egeria.errors import brief
 from egeria.events import CacheUsed
+from egeria.journal import Recorder
 from egeria.model.batch import Batch
 from egeria.model.undisturbed import KEPT, keeps_outside, living
+from egeria.random_state import generators_of, restoring
 
 LEAST_SHARE = 8
 """One of so many rows of a batch must be known, or it is computed whole."""
@@ -66,34 +69,28 @@ class Generation:
     Args:
         boundary: the end of the frozen front.
         num_batches: of an epoch; None where nobody knows.
-        verify_batches: from the store, between two checks; at least one check is made in an epoch.
-        is_timed: whether iterations must become shorter.
-        decline: takes what a store no longer does, and why.
     """
 
     def __init__(
         self,
         boundary: Boundary,
         store: Store,
-        *,
-        number: int,
+        settings: CacheConfig,
+        recorder: Recorder,
         num_batches: int | None,
-        verify_batches: int,
-        is_timed: bool,
-        decline: Callable[[str, str], None],
     ) -> None:
-        self.boundary, self.store, self.number = boundary, store, number
-        self.decline = decline
+        self.boundary, self.store, self._recorder = boundary, store, recorder
         self._epoch_batches = num_batches or UNKNOWN_EPOCH
-        self._check_every = max(1, min(verify_batches, self._epoch_batches - 1))
+        # At least one check is made in an epoch.
+        self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
         self._until_check, self._versions, self._waits = self._check_every, 0, 0
         self._first: Record | None = None
         """Of the first pass; it stays open until the next, to see the backward pass."""
         self._hits = self._misses = self._repeats = self._batches = self._checks = 0
         self._seen = self._seen_again = 0
         """Rows since the last review, and those of them that were stored when they came."""
-        self._largest_error, self._has_told = 0.0, False
-        self._served_s = deque[float](maxlen=REVIEWED if is_timed else 0)
+        self._largest_error = 0.0
+        self._served_s = deque[float](maxlen=0 if settings.gate == "open" else REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
         """Seconds from one pass to the next, where both were of the same kind."""
         # Without waits CPU time of this thread, which leaves out what other programs take.
@@ -102,12 +99,15 @@ class Generation:
         self._is_doubted = False
         """Whether batches are computed for now, to see if that takes longer than to serve them."""
 
-    def used(self, step: int) -> CacheUsed:
-        """Return what was stored and served so far, for the journal."""
-        return CacheUsed(
-            step=step,
+    def close(self, number: int) -> None:
+        """Free what is stored, and journal what it was used for, under a number."""
+        if self._first is not None:
+            self._first.close()
+        self.store.close()
+        used = CacheUsed(
+            step=self._recorder.step,
             boundary=self.boundary.name,
-            generation=self.number,
+            generation=number,
             hits=self._hits,
             misses=self._misses,
             repeats=self._repeats,
@@ -117,12 +117,7 @@ class Generation:
             largest_error=self._largest_error,
             damaged=self.store.damaged,
         )
-
-    def close(self) -> None:
-        """Free what is stored; can be called again."""
-        if self._first is not None:
-            self._first.close()
-        self.store.close()
+        self._recorder.write(used)
 
     def look_up(self, batch: Batch) -> Found | None:
         """Return what is known of a batch; None where it is to be computed and forgotten."""
@@ -157,12 +152,12 @@ class Generation:
         """Prepare to serve a batch soon."""
         self.store.expect(self._keys(batch)[0] or [])
 
-    def serve(self, call: Call, found: Found, kind: Kind, value: Tensor) -> tuple[Any, str]:
+    def serve(self, call: Call, kind: Kind, value: Tensor) -> tuple[Any, str]:
         """Make a pass without the front, or where that fails as it is; return what it gave, and why
         the front cannot be left out any more.
         """
         self._note_pace(is_served=True)
-        before = _Rollback(self.boundary.model)
+        restore = _keep_state(self.boundary.model)
         try:
             with self.boundary.replaying(kind, value):
                 output = call()
@@ -171,7 +166,7 @@ class Generation:
             failure = "the output of the model has NaN in it: it reads more of them than at first"
         except Exception as error:  # the plain pass raises a user's own again
             failure = brief(error)
-        before.restore()
+        restore()
         output = call()
         # A loss of NaN is the user's own where the plain pass gives one too.
         return output, "" if has_nan(output) else f"without the frozen layers {failure}"
@@ -213,20 +208,14 @@ class Generation:
             return self.boundary.layout is not None
         first.close()
         require(not first.refusal, first.refusal)
-        can_wait = true_lengths(batch) is not None
-        is_padded, was_padded = (
-            not can_wait or kept is not None
-            for kept in (true_positions(batch), first.true_positions)
-        )
-        self._waits += 1
-        if self._waits <= MOST_WAITS:
-            if not (first.saw_backward and was_padded):
+        shows_padding = first.saw_backward and first.true_positions is not None
+        if true_lengths(batch) is not None and self._waits < MOST_WAITS:
+            self._waits += 1
+            if not shows_padding:
                 self._first = None
-            if not (first.saw_backward and was_padded and is_padded and count_rows(batch) > 1):
+            if not shows_padding or true_positions(batch) is None or count_rows(batch) < 2:
                 return False
-        self.boundary.ignores_padding = (
-            first.true_positions is not None and first.saw_backward and not first.reads_padding
-        )
+        self.boundary.ignores_padding = shows_padding and not first.reads_padding
         prove(self.boundary, batch)
         self._versions, self._first = self.boundary.versions, None
         return True
@@ -246,9 +235,9 @@ class Generation:
         assert layout is not None
         rows = self.store.read(found.keys)
         missing = [index for index, row in enumerate(rows) if row is None]
-        if self.store.damaged and not self._has_told:
-            self.decline("serving stored rows that are damaged", "they are computed again")
-            self._has_told = True
+        if self.store.damaged:
+            what = "serving stored rows that are damaged"
+            self._recorder.decline(what, "they are computed again")
         if self._until_check <= 0:
             self._check(found, rows)
         self._until_check -= 1
@@ -303,7 +292,7 @@ class Generation:
         if store.is_full and not was_full:
             require(store.size_bytes > 0, store.error or "not one batch fits into what may be used")
             if store.error:
-                self.decline("storing more activations", store.error)
+                self._recorder.decline("storing more activations", store.error)
 
     def _review(self) -> None:
         """Raise UncacheableError where storing does not pay."""
@@ -334,30 +323,20 @@ class Generation:
             (self._served_s if is_served else self._computed_s).append(now - began)
 
 
-class _Rollback:
-    """What a pass changes beside what it returns: random states, and buffers of active layers."""
+def _keep_state(model: nn.Module) -> Call:
+    """Return what takes back all that a pass changes beside what it returns: random states, and
+    buffers of active layers.
+    """
+    random_states = [restoring(source) for source in (random, np.random, *generators_of(model))]
+    tables: Any = [module._buffers for module in model.modules() if module.training]
+    entries = [(table, name, entry) for table in tables for name, entry in table.items()]
+    buffers = [(*entry, entry[-1].detach().clone()) for entry in entries if entry[-1] is not None]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._random: list[tuple[Callable[[Any], object], Any]] = [
-            (torch.set_rng_state, torch.get_rng_state()),
-            (random.setstate, random.getstate()),
-            (np.random.set_state, np.random.get_state()),
-        ]
-        for index in {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}:
-            generator = torch.cuda.default_generators[index]
-            self._random.append((generator.set_state, generator.get_state()))
-        tables = [module._buffers for module in model.modules() if module.training]
-        self._buffers = [
-            (table, name, buffer, buffer.detach().clone())
-            for table in tables
-            for name, buffer in table.items()
-            if buffer is not None
-        ]
-
-    def restore(self) -> None:
-        """Give them the values of before, so that the pass can be made again."""
-        for set_state, state in self._random:
-            set_state(state)
-        for table, name, buffer, before in self._buffers:
+    def restore() -> None:
+        for restore_state in random_states:
+            restore_state()
+        for table, name, buffer, before in buffers:
             table[name] = buffer
             buffer.data.copy_(before)
+
+    return restore
