@@ -71,14 +71,21 @@ class Reaching(Chain):
 
 
 class Telling(Chain):
-    """Its first block leaves a note that the model reads."""
+    """Its second block leaves a note that the model reads."""
 
     def __init__(self):
         super().__init__()
-        self.blocks[0] = Noting()
+        self.blocks[1] = Noting()
 
     def forward(self, x):
-        return super().forward(x) + self.blocks[0].note
+        return super().forward(x) + self.blocks[1].note
+
+
+class TellingTheLoop(Telling):
+    """Its second block leaves a note that the model does not read itself."""
+
+    def forward(self, x):
+        return Chain.forward(self, x)
 
 
 class Noting(Block):
@@ -157,7 +164,8 @@ def doubled():
         (partial(Between, dropped), "is random"),
         (partial(Between, centred), "depends on the other samples"),
         (Reaching, "the rest of the model reads more of them than that"),
-        (Telling, "set blocks.0.note in each forward pass"),
+        (Telling, "the rest of the model reads more of them than that"),
+        (TellingTheLoop, "attribute blocks.1.note differs"),
         (Packing, "an object of its own"),
         (Straddling, "the backward pass runs blocks.1 again"),
         (Branching, "blocks.0 does not run"),

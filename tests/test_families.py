@@ -141,9 +141,7 @@ def test_it_freezes_as_by_hand(name, plan, tmp_path):
 # --- checkpoints, adapters, several tasks and optimizers --------------------------------------------------------------
 
 
-def checkpointed(
-    kind: str, *, is_reentrant: bool = False, lora: tuple[str, ...] = (), **config: Any
-) -> dict[str, Any]:
+def checkpointed(kind: str, *, is_reentrant: bool = False, lora: tuple[str, ...] = (), **config: Any) -> dict[str, Any]:
     """Return what a program needs of a model that recomputes its blocks, with or without adapters."""
 
     def build() -> nn.Module:

@@ -767,9 +767,7 @@ def test_gradient_checkpointing_of_transformers_under_full_fine_tuning():
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 4}
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=20, **sizes))
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-        {"use_reentrant": False}
-    )
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()
     layers = [f"bert.encoder.layer.{index}" for index in range(4)]
     groups = (["bert.embeddings", layers[0]], [layers[1]], [layers[2], layers[3]], ["bert.pooler", "classifier"])

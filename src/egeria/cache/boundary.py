@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.cache.rows import count_rows, take, true_positions
+from egeria.cache.rows import true_positions
 from egeria.errors import UncacheableError
 from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import LayerModule
@@ -22,9 +22,6 @@ from egeria.model.hooks import Hook, is_ours, sweep
 from egeria.model.undisturbed import capture, undisturbed
 from egeria.random_state import seed_random_state
 
-LEAST_POSITIONS, LEAST_ROWS = 128, 8
-"""Positions of sequences, and rows, that are computed together at least, where only some of a batch
-are missing: with half as many MiniLM came to the same last bits as with all (record 0041)."""
 MOST_KINDS = 512
 """Kinds of batches that are remembered, such as lengths to which sentences are padded."""
 
@@ -80,8 +77,9 @@ class Record:
     def await_backward(self, output: Any, batch: Batch) -> None:
         """Note when the backward pass of what a pass gave begins, and whether it needs padding."""
         self.true_positions = true_positions(batch)
-        for node in {tensor.grad_fn for tensor in tree.tensors(output)} - {None}:
-            node.register_prehook(self._note_backward)
+        for node in [tensor.grad_fn for tensor in tree.tensors(output)]:
+            if node is not None:
+                node.register_prehook(self._note_backward)
 
     def _note_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self.saw_backward = True
@@ -94,20 +92,20 @@ class Record:
         except Exception:  # of a tensor of another kind, in a pass of the user's
             self.reads_padding = True
 
-    def _note(self, root: nn.Module, _args: Any, output: Any, *, name: str) -> None:
+    def _note(self, _root: nn.Module, _args: Any, output: Any, *, name: str) -> None:
         try:
-            self._note_output(root, output, name)
+            self._note_output(output, name)
         except Exception as error:  # in a pass of the user's, which no error of ours may end
             self.refusal = self.refusal or f"what {name} gives cannot be kept ({error})"
 
-    def _note_output(self, root: nn.Module, output: Any, name: str) -> None:
+    def _note_output(self, output: Any, name: str) -> None:
         if torch._C._current_graph_task_id() != -1:
             self.refusal = RECOMPUTED.format(name=name)
             return
         self.calls[name] += 1
         if self.calls[name] > 1:
             return
-        self.refusal = self.refusal or _refusal(root, name, output)
+        self.refusal = self.refusal or _refusal(name, output)
         self.kind.blanks[name] = tree.map_tensors(_blank, output)
         found = tree.first_activation(output)
         if name == self._boundary.tap and found is not None:
@@ -133,17 +131,16 @@ class Layout:
     @classmethod
     def of(cls, value: Tensor, axis: int) -> Layout:
         """Return the layout of a tensor with this axis of samples."""
-        others = [other for other in range(value.dim()) if other != axis]
-        return cls(axis=axis, order=(axis, *sorted(others, key=lambda i: -value.stride(i))))
+        others = sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
+        return cls(axis=axis, order=(axis, *(other for other in others if other != axis)))
 
-    def split(
-        self, value: Tensor, chosen: Sequence[int], lengths: Sequence[int] | None
-    ) -> list[Tensor]:
-        """Return rows of what crosses, on the CPU, cut to their lengths."""
+    def split(self, value: Tensor, lengths: Sequence[int] | None) -> list[Tensor]:
+        """Return the rows of what crosses, on the CPU, cut to their lengths."""
         rows = value.permute(self.order).cpu()
         if self.length_axis is None or lengths is None:
-            return [rows[index] for index in chosen]
-        return [rows[index].narrow(self.length_axis, 0, lengths[index]) for index in chosen]
+            return list(rows)
+        cut = zip(rows, lengths, strict=True)
+        return [row.narrow(self.length_axis, 0, length) for row, length in cut]
 
     def join(self, rows: Sequence[Tensor], kind: Kind, device: torch.device) -> Tensor | None:
         """Return what crosses for a batch of a kind; None where the rows do not fit it."""
@@ -286,18 +283,6 @@ class Boundary:
         odd = next((name for name in skipped if calls[name] != 1), "")
         require(not odd, f"{odd} was called {calls[odd]} times in a pass that leaves it out")
 
-    def compute(self, batch: Batch, rows: Sequence[int]) -> Tensor:
-        """Return what crosses for some rows of a batch, by a pass of our own through the front.
-
-        Few rows are computed together with repeats of them, see `LEAST_POSITIONS`.
-        """
-        num_rows, mask = count_rows(batch), batch.kwargs.get("attention_mask")
-        length = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
-        least = min(num_rows, LEAST_ROWS, math.ceil(LEAST_POSITIONS / length))
-        together = [rows[index % len(rows)] for index in range(max(least, len(rows)))]
-        assert self.layout is not None
-        return self.run_front(take(batch, together)).narrow(self.layout.axis, 0, len(rows))
-
     def run_front(self, batch: Batch) -> Tensor:
         """Return what crosses for a batch, by a pass of our own with other random numbers."""
         record = Record(self)
@@ -373,11 +358,8 @@ def has_nan(output: Any) -> bool:
     return any(bool(torch.stack([f for f in flags if f.device == d]).any()) for d in devices)
 
 
-def _refusal(root: nn.Module, name: str, output: Any) -> str:
+def _refusal(name: str, output: Any) -> str:
     """Return why what a root gives cannot be stored; empty where it can."""
-    active = next((type(part).__name__ for part in root.modules() if _is_active(part)), "")
-    if active:
-        return f"a {active} in {name} is in training mode: a sample gives something else each time"
     if tree.requires_grad(output):
         return f"what {name} gives needs a gradient: something in front of it is in training"
     plain = list(tree.leaves(output))
@@ -388,17 +370,6 @@ def _refusal(root: nn.Module, name: str, output: Any) -> str:
             "return tensors, tuples or dictionaries"
         )
     return ""
-
-
-def _is_active(module: nn.Module) -> bool:
-    """Return whether it is a dropout, or a normalisation over the batch, in training mode."""
-    if not module.training:
-        return False
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return isinstance(module, nn.modules.batchnorm._NormBase) and (
-        module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
-    )
 
 
 def _blank(tensor: Tensor) -> Tensor:

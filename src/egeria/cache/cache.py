@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from egeria.cache.boundary import Boundary, require
-from egeria.cache.generation import Found, Generation
+from egeria.cache.boundary import Boundary
+from egeria.cache.generation import Generation
 from egeria.cache.loader import LookAhead, can_look_ahead
 from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
@@ -96,7 +94,12 @@ class Cache:
             self.refuse(modules[-1].name, str(error))
             return
         self._generation = Generation(
-            boundary, store, self._settings, self._recorder, self._num_batches
+            boundary,
+            store,
+            self._settings,
+            self._recorder,
+            num_batches=self._num_batches,
+            guard=self._guard,
         )
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self._model)
@@ -137,22 +140,11 @@ class Cache:
             return call()
         with self._guard(generation):
             found = generation.look_up(Batch.of_call(args, kwargs, generation.boundary.device.type))
+            if self._ahead is not None and found is not None and found.value is not None:
+                self._ahead.learn(found.batch)
         if found is None or self._generation is not generation:
             return call()
-        return self._make_pass(generation, call, found)
-
-    def _make_pass(self, generation: Generation, call: Callable[[], Any], found: Found) -> Any:
-        if found.kind is not None and found.value is not None:
-            output, failure = generation.serve(call, found.kind, found.value)
-            with self._guard(generation):
-                require(not failure, failure)
-                if self._ahead is not None:
-                    self._ahead.learn(found.batch)
-            return output
-        output, take_in = generation.fill(call, found)
-        with self._guard(generation):
-            take_in()
-        return output
+        return generation.make_pass(call, found)
 
     @contextmanager
     def _guard(self, generation: Generation) -> Iterator[None]:
@@ -199,12 +191,8 @@ class CachedForward:
         """Have the cache make the pass."""
         return self._cache.forward(partial(self.__wrapped__, *args, **kwargs), args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.own_forward is not None:
-            return copy.deepcopy(self.own_forward, memo)
-        return MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.own_forward is not None:
             return itemgetter(0), ([self.own_forward],)
-        return getattr, (self._model, "forward")
+        method = type(self._model).forward
+        return partial, (method,), (method, (self._model,), {}, None)

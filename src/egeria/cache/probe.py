@@ -42,15 +42,12 @@ def prove(boundary: Boundary, batch: Batch) -> None:
     kind, value = boundary.learn(batch, record)
     boundary.limit = _tolerance(record)
     lengths, differing = true_lengths(batch), ""
-    for boundary.layout in _find_layouts(boundary, batch, value, lengths):
-        rows = boundary.layout.split(value, range(num_rows), lengths)
-        given = boundary.layout.join(rows, kind, value.device)
+    for layout in _find_layouts(boundary, batch, value, lengths):
+        given = layout.join(layout.split(value, lengths), kind, value.device)
         require(given is not None, f"what {boundary.tap} gives cannot be put together again")
         assert given is not None
-        ignores = boundary.ignores_padding and boundary.layout.length_axis is not None
-        kept = true_positions(batch) if ignores else None
-        differing = _find_difference(boundary, batch, kind, given, _cut(computed, kept), kept)
-        if not differing:
+        boundary.layout = layout
+        if not (differing := _find_difference(boundary, batch, kind, given, computed)):
             return
     boundary.layout = None
     advice = "; call the model with use_cache=False" if "key_values" in differing else ""
@@ -61,25 +58,23 @@ def prove(boundary: Boundary, batch: Batch) -> None:
 
 
 def _find_difference(
-    boundary: Boundary,
-    batch: Batch,
-    kind: Kind,
-    value: Tensor,
-    computed: Mapping[str, Any],
-    kept: Tensor | None,
+    boundary: Boundary, batch: Batch, kind: Kind, value: Tensor, computed: Mapping[str, Any]
 ) -> str:
-    """Return the name of the first thing that differs in a pass without the front, or ''; of the
-    output for each position, where there are `kept` ones [B, T], in those alone.
+    """Return the name of the first thing that differs in a pass without the front, or ''.
 
     Roots that depend on no frozen output, such as a table of positions that later layers read too,
     run live where nothing else helps.
     """
+    layout = boundary.layout
+    is_cut_short = layout is not None and layout.length_axis is not None
+    kept = true_positions(batch) if is_cut_short and boundary.ignores_padding else None
     differing = ""
     for _ in range(2):
         boundary.independent = set()
         try:
-            given = _cut(_make_pass(boundary, batch, kind=kind, value=value.clone()), kept)
-            differing = first_difference(given, computed, boundary.limit)
+            given = _make_pass(boundary, batch, kind=kind, value=value.clone())
+            pair = _without_padding(given, kept), _without_padding(computed, kept)
+            differing = first_difference(*pair, boundary.limit)
         except Exception as error:
             differing = f"the pass fails ({brief(error)}), and nothing"
         independent, boundary.independent = boundary.independent - {boundary.tap}, None
@@ -177,7 +172,8 @@ def _find_length_axis(
         part = boundary.run_front(take(batch, chosen, short))
     except Exception:  # whatever a model raises on sequences cut short
         return None
-    found, expected = layout.split(part, range(len(chosen)), None), layout.split(value, chosen, None)
+    rows, found = layout.split(value, None), layout.split(part, None)
+    expected = [rows[index] for index in chosen]
     axes = _changed(expected[0], found[0])
     if [(expected[0].shape[axis], found[0].shape[axis]) for axis in axes] != [(full, short)]:
         return None
@@ -191,10 +187,11 @@ def _find_length_axis(
 def _tolerance(record: Record) -> float:
     """Return the relative difference that the precision of a recorded pass allows."""
     autocast = record.autocast
-    if autocast is None or autocast.enabled:
-        return TOLERANCE if autocast is None else max(TOLERANCE, 8 * torch.finfo(autocast.dtype).eps)
+    if autocast is not None and autocast.enabled:
+        return max(TOLERANCE, 8 * torch.finfo(autocast.dtype).eps)
+    is_cuda = autocast is not None and autocast.device_type == "cuda"
     uses_tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
-    return 8 * 2.0**-10 if autocast.device_type == "cuda" and uses_tf32 else TOLERANCE
+    return 8 * 2.0**-10 if is_cuda and uses_tf32 else TOLERANCE
 
 
 def _is_close(first: Tensor, second: Tensor, limit: float) -> bool:
@@ -239,13 +236,14 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
     return ""
 
 
-def _cut(outcome: dict[str, Any], kept: Tensor | None) -> dict[str, Any]:
+def _without_padding(outcome: Mapping[str, Any], kept: Tensor | None) -> dict[str, Any]:
     """Return what a pass gave, of the output for each position [B, T, ...] only the `kept` ones."""
-    if kept is None:
-        return outcome
-    positions = [n for n, e in outcome.items() if getattr(e, "shape", ())[:2] == kept.shape]
-    outputs = [name for name in positions if name.startswith("output")]
-    return outcome | {name: outcome[name][kept.to(outcome[name].device)] for name in outputs}
+    found = dict(outcome)
+    if kept is not None:
+        outputs = [name for name in found if name.startswith("output")]
+        for name in [n for n in outputs if getattr(found[n], "shape", ())[:2] == kept.shape]:
+            found[name] = found[name][kept.to(found[name].device)]
+    return found
 
 
 def _changed(first: Tensor, second: Tensor) -> list[int]:

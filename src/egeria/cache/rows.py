@@ -5,7 +5,6 @@ The key of a row is a digest of all that the model is given for one sample, with
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import os
@@ -29,7 +28,6 @@ DIGEST_BYTES = 16
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
 # Of the numbers that words are multiplied by: the first ones are the same for all counts.
 _SEED = 20
-PREFIX, SUFFIX = "egeria-activations-", ".bin"
 ROW_BYTES = 256
 """What is kept of a row beside its values: its key and its place."""
 DISK_SHARE = 0.5
@@ -195,7 +193,7 @@ class MemoryStore:
 class FileStore:
     """Rows in one file of this process, behind one another; a checksum tells a damaged one.
 
-    The file is readable by its owner alone, locked while it is in use, and gone after `close`.
+    The file has no name: nobody else reads it, and it goes with the process, however that ends.
 
     Args:
         directory: in which the file is made.
@@ -207,19 +205,14 @@ class FileStore:
 
     def __init__(self, directory: Path, limit_bytes: int | None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=directory)
-        self.path = Path(name)
+        system = os.statvfs(directory)
+        free_bytes = int(system.f_bavail * system.f_frsize * DISK_SHARE)
+        self._limit_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+        self._file, name = tempfile.mkstemp(prefix="egeria-activations-", dir=directory)
+        Path(name).unlink()
         self._places: dict[bytes, tuple[int, torch.Size, torch.dtype, int]] = {}
         self.size_bytes, self.is_full, self.error, self.damaged = 0, False, "", 0
         self._is_open = True
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            system = os.statvfs(directory)
-            free_bytes = int(system.f_bavail * system.f_frsize * DISK_SHARE)
-        except BaseException:
-            self.close()
-            raise
-        self._limit_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
@@ -259,10 +252,8 @@ class FileStore:
                 )
 
     def close(self) -> None:
-        """Remove the file."""
+        """Free the file."""
         if self._is_open:
-            with suppress(OSError):  # removed by somebody else
-                self.path.unlink()
             self._is_open, self.is_full = False, True  # nothing goes to a file that has its number
             os.close(self._file)
         self._places = {}
@@ -282,18 +273,6 @@ class FileStore:
 
 
 Store = MemoryStore | FileStore
-
-
-def remove_left_files(directory: Path) -> None:
-    """Remove files of processes that were killed: those that nobody holds a lock on."""
-    for path in directory.glob(f"{PREFIX}*{SUFFIX}"):
-        with suppress(OSError):
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(file)
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int:

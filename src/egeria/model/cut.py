@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from egeria.config.checks import SHARE, check, optional, regular_expression
 from egeria.errors import StateError, UnsupportedModelError
 from egeria.model.group import (
     ATOMS,
@@ -117,11 +116,7 @@ def make_modules(
 
     Raises:
         UnsupportedModelError: there is nothing to freeze or nothing to cut at.
-        ConfigError: an argument is outside its contract.
     """
-    check("modules.target_share", target_share, SHARE)
-    check("modules.minimum_share", minimum_share, SHARE)
-    check("modules.keep", keep, optional(regular_expression))
     pieces = find_pieces(model, pattern)
     if order is None and watch is not None:
         order = list(watch.order)
@@ -159,30 +154,20 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    The graph is asked for what no piece in `line` holds, for lookup tables, and for parts that have
-    a second name outside their piece. It is not for others: blocks may keep a loss of their own
-    until the end, which is no other use of their weights.
+    The graph is asked for what no piece in `line` holds, and for lookup tables. It is not for
+    others: blocks may keep a loss of their own until the end, which is no other use of their
+    weights. Without a graph what a submodule around pieces holds itself counts as used in front.
     """
     places = {name: index for index, piece in enumerate(line) for name in piece.parameters}
     uses = {} if watch is None else _find_uses(model, line, watch)
-    asked, ran = tables_in(model) | _reused(model, pieces), set(line)
+    asked, ran = tables_in(model), set(line)
     for piece in pieces:
-        is_known = piece.role != "direct" or bool(uses)
-        default = len(line) - 1 if is_known else _first_inside(piece.name, line)
+        is_in_front = piece in ran or (piece.role == "direct" and not uses)
         for name in piece.parameters:
             if piece not in ran or model.get_parameter(name) in asked:
-                use = uses.get(name, 0 if piece in ran else default)
+                use = uses.get(name, 0 if is_in_front else len(line) - 1)
                 places[name] = max(places.get(name, 0), use)
     return places
-
-
-def _reused(model: nn.Module, pieces: Iterable[Piece]) -> set[nn.Parameter]:
-    """Return the parameters of submodules that have another name, outside of their piece."""
-    homes = {part: piece.name for piece in pieces for part in piece.module.modules()}
-    named = model.named_modules(remove_duplicate=False)
-    held = [(name, part, homes[part]) for name, part in named if part in homes]
-    away = {part for name, part, home in held if name != home and not is_under(name, home)}
-    return {parameter for part in away for parameter in part.parameters()}
 
 
 def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[str, int]:
@@ -195,12 +180,6 @@ def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[st
         uses |= {names[leaf]: min(index, len(line) - 1) for leaf in found if leaf in names}
         passed.update(ends)
     return uses
-
-
-def _first_inside(owner: str, line: Sequence[Piece]) -> int:
-    """Return the first piece inside a submodule, or else inside the nearest one around it."""
-    inside = [index for index, piece in enumerate(line) if is_under(piece.name, owner)]
-    return min(inside, default=0) if inside or not owner else _first_inside(parent_of(owner), line)
 
 
 def _with_table_apart(line: list[Piece], places: Mapping[str, int]) -> list[Piece]:

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -224,21 +224,15 @@ def keeps_outside(model: nn.Module, output: Any, before: set[int]) -> bool:
         output: what the pass has returned.
         before: what `living` gave when it began.
     """
-    known = before.union(id(entry) for _, entry in tree.contents(output))
+    known = before.union(map(id, tree.tensors(output)))
     made = (entry for entry in gc.get_objects() if type(entry) is Tensor and entry.requires_grad)
-    found: Any = [entry for entry in made if id(entry) not in known]
+    found = [entry for entry in made if id(entry) not in known]
     inside = {id(output), id(found)}
     for module in model.modules():
         values = vars(module).values()
         inside |= {id(module), id(vars(module)), id(module._buffers), *map(id, values)}
-    for _ in range(2):  # kept as they are, or in tuples
-        holders = gc.get_referrers(*found) if found else []
-        inside.add(id(holders))
-        if any(id(holder) not in inside and _is_outside(holder) for holder in holders):
-            return True
-        found = [holder for holder in holders if type(holder) is tuple]
-        inside.add(id(found))
-    return False
+    holders = gc.get_referrers(*found) if found else []
+    return any(id(holder) not in inside and _is_outside(holder) for holder in holders)
 
 
 def _is_outside(holder: Any) -> bool:
