@@ -253,7 +253,7 @@ class Generation:
         return value
 
     def _take_in(self, found: Found, record: Record) -> None:
-        """Store the rows of a pass that are not known; where it is due, check some of the others."""
+        """Store the rows of a pass that are not known; check some others where that is due."""
         layout = self.boundary.layout
         assert layout is not None
         _, value = self.boundary.learn(found.batch, record)
