@@ -168,7 +168,7 @@ def doubled():
         (TellingTheLoop, "attribute blocks.1.note differs"),
         (Packing, "an object of its own"),
         (Straddling, "the backward pass runs blocks.1 again"),
-        (Branching, "blocks.0 does not run"),
+        (Branching, "blocks.0 was called 0 times"),
         (Collecting, "keeps tensors outside of the model"),
         (hooked, "forward hook on a frozen layer"),
         (doubled, "a pre-hook on the model"),
@@ -346,7 +346,7 @@ def test_changes_of_the_front_are_noticed_at_once_or_within_an_epoch(change, tmp
         ran = training.model.blocks[1].num_calls - before
         trained.append(training.finish())
     cached = trained[1]
-    assert cached.hits > 100 and len(cached.reasons) <= 1
+    assert cached.hits > 80 and len(cached.reasons) <= 1
     assert len(cached.reasons) == 1 or "moved" in str(cached.complaints) or "changed" in str(cached.complaints)
     if change in AT_ONCE:
         assert differences(*[training.everything() for training in trained]) == [], cached.reasons

@@ -86,7 +86,7 @@ def test_a_full_disk_costs_the_rows_that_do_not_fit(limit, tmp_path):
     (warning,) = (message for message in trained.warnings if "The journal" not in message)
     assert "File too large" in warning
     (used,) = (event for event in events if isinstance(event, CacheUsed))
-    assert (used.hits > 100) == bool(limit)
+    assert (used.hits > 0) == bool(limit)
 
 
 def test_a_limit_holds_and_says_nothing_unless_nothing_fits(tmp_path):
@@ -161,7 +161,7 @@ def test_the_order_of_batches_stays_also_where_an_epoch_is_left_early(
 
     ahead = Ahead(monkeypatch)
     trained = compared(tmp_path, FILE, loop, loader=loader)
-    assert trained.hits > 100 and trained.warnings == []
+    assert trained.hits > 40 and trained.warnings == []
     assert (ahead.rows > 1.5 * trained.hits) == is_ahead, (ahead.rows, trained.hits)
 
 
