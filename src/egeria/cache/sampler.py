@@ -1,0 +1,60 @@
+"""`ShardSampler`: gives each process of a job the same samples in every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from egeria import dist
+
+
+class ShardSampler(DistributedSampler[int]):
+    """Deals the samples out to the processes once, and shuffles each one's part anew in every
+    epoch.
+
+    `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes
+    to another process than the one that has stored its activations. In return the batches of a
+    process are drawn from its own part alone.
+
+    Attributes:
+        own: the samples of this process.
+
+    Args:
+        dataset: what is dealt out.
+        num_replicas: processes; None for those of the job.
+        rank: of this process; None for the job's.
+        options: `shuffle`, `seed` and `drop_last`, as for `DistributedSampler`.
+
+    Raises:
+        ValueError: there is no such rank, or a process would get no sample.
+    """
+
+    def __init__(
+        self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **options: Any
+    ) -> None:
+        num_replicas = dist.world_size() if num_replicas is None else num_replicas
+        rank = dist.rank() if rank is None else rank
+        super().__init__(dataset, num_replicas, rank, **options)
+        size = len(dataset)
+        if self.num_samples <= 0:
+            raise ValueError(
+                f"{size} samples cannot be dealt out to {num_replicas} processes without "
+                "drop_last=False"
+            )
+        dealt = torch.arange(size)
+        if self.shuffle:
+            dealt = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))
+        self.own: Tensor = dealt.repeat(-(-self.total_size // size))[: self.total_size][
+            rank::num_replicas
+        ]
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the samples of this process, in the order of the epoch."""
+        if not self.shuffle:
+            return iter(self.own.tolist())
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, self.rank)) % 2**63)
+        return iter(self.own[torch.randperm(len(self.own), generator=generator)].tolist())
