@@ -196,6 +196,11 @@ def test_calls_that_cannot_be_served_are_declined_with_the_reason(call, reason, 
     assert_refused(compared(tmp_path, FILE, call=call, build=Given), reason)
 
 
+def test_a_checkpoint_over_the_boundary_is_seen_where_two_passes_have_one_backward_pass(tmp_path):
+    trained = compared(tmp_path, FILE, build=Straddling, call=lambda model, x: model(x) + model(-x))
+    assert_refused(trained, "the backward pass runs blocks.1 again")
+
+
 def test_batches_of_one_sample_are_declined(tmp_path):
     class Plain(Chain):
         def __init__(self):

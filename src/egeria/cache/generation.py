@@ -209,14 +209,15 @@ class Generation:
             return self.boundary.layout is not None
         first.close()
         require(not first.refusal, first.refusal)
-        shows_padding = first.saw_backward and first.true_positions is not None
-        if true_lengths(batch) is not None and self._waits < MOST_WAITS:
-            self._waits += 1
-            if not shows_padding:
-                self._first = None
-            if not shows_padding or true_positions(batch) is None or count_rows(batch) < 2:
-                return False
-        self.boundary.ignores_padding = shows_padding and not first.reads_padding
+        has_lengths, was_padded = true_lengths(batch) is not None, first.true_positions is not None
+        is_shown = first.saw_backward and (was_padded or not has_lengths)
+        is_fit = count_rows(batch) > 1 and not (has_lengths and true_positions(batch) is None)
+        if self._waits < MOST_WAITS and not (is_shown and is_fit):
+            self._waits, self._first = self._waits + 1, first if is_shown else None
+            return False
+        self.boundary.ignores_padding = (
+            was_padded and first.saw_backward and not first.reads_padding
+        )
         prove(self.boundary, batch)
         self._versions, self._first = self.boundary.versions, None
         return True
