@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from egeria.errors import StateError, UnsupportedModelError
 from egeria.model.group import (
@@ -257,13 +257,16 @@ def _name_group(names: Sequence[str], group: Group) -> str:
     return stage if is_whole else f"{inside[0]}-{inside[-1]}"
 
 
-def read_graph(model: nn.Module, modules: Sequence[LayerModule], watch: Watch) -> Cut:
+def read_graph(
+    model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Collection[Tensor] = ()
+) -> Cut:
     """Add to the layer modules what the graph of the first passes says.
 
     Where no pass had an output to walk from, nothing may be detached, and the last layer module
-    with something to train is left in training.
+    with something to train is left in training. `trained` is all that the optimizers train, also
+    tensors that are not of the model.
     """
-    graph = _Graph(model, modules, watch)
+    graph = _Graph(model, modules, watch, trained)
     limits = [(len(modules) - 1, ""), *graph.limits_of_outputs(), *graph.limits_of_the_loop()]
     deepest, reason = min(limits, key=lambda limit: limit[0])
     detaches = tuple(graph.may_detach(depth) for depth in range(len(modules)))
@@ -273,7 +276,13 @@ def read_graph(model: nn.Module, modules: Sequence[LayerModule], watch: Watch) -
 class _Graph:
     """Where the layer modules stand in the graph of the first passes."""
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], watch: Watch) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[LayerModule],
+        watch: Watch,
+        trained: Collection[Tensor],
+    ) -> None:
         self._modules, self._watch, self._nodes = modules, watch, watch.nodes
         self._outputs = _outputs_that_count(watch)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -284,13 +293,13 @@ class _Graph:
         parts = [name for module in modules for name in module.submodules]
         held = [(name, model.get_submodule(name).parameters()) for name in parts]
         self._held = {name: trains.intersection(names[p] for p in own) for name, own in held}
-        # What the graph begins with: parameters of the model, others, and inputs.
+        # What the graph begins with: parameters of the model, inputs, and what an optimizer trains
+        # that is not of the model: a hook, say, brings it in.
         nodes = reach(self._outputs)
         leaves = {node: node.variable for node in nodes if hasattr(node, "variable")}
         self._leaves = {node: names[leaf] for node, leaf in leaves.items() if leaf in names}
-        others = {node: leaf for node, leaf in leaves.items() if leaf not in names}
-        self._outside = {n for n, leaf in others.items() if isinstance(leaf, nn.Parameter)}
-        self._inputs = others.keys() - self._outside
+        self._inputs = {n for n, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
+        self._outside = {n for n, leaf in leaves.items() if leaf not in names and leaf in trained}
 
     def limits_of_outputs(self) -> Iterator[tuple[int, str]]:
         """Yield depths at which an output would lose its last gradient, and why."""
@@ -336,7 +345,7 @@ class _Graph:
         What still trains in front of the boundary must train behind it too (tied weights). Nothing
         of it may be reached around the boundary (the embedding that a decoder uses as well), nor an
         input in front of it, and no later layer module may be there (a block that is called twice),
-        nor a parameter that is not of the model.
+        nor what trains and is not of the model.
         """
         edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else None
         if not edge:

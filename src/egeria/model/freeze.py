@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
+from egeria.model.group import is_under
 from egeria.model.hooks import Hook, sweep
 
 if TYPE_CHECKING:
@@ -126,15 +127,17 @@ class Freezer:
         return {part: None for part in parts if not (serves(part) or _needs_mode(part))}
 
     def _make_boundary(self, depth: int) -> _Boundary:
-        front, later = self._cut.modules[:depth], self._cut.modules[depth:]
-        find, now = self._model.get_submodule, self._parameters()
-        tap = find(front[-1].tap)
-        parts = [part for own in front for name in own.submodules for part in find(name).modules()]
-        parts += [find(name.rpartition(".")[0]) for own in front for name in own.parameters]
-        used_later = {now.get(name) for own in later for name in own.parameters}
-        tables = [part._parameters for part in dict.fromkeys(parts)]
+        modules, now = self._cut.modules, self._parameters()
+        pieces = [name for own in modules[:depth] for name in own.submodules]
+        used_later = {now.get(name) for own in modules[depth:] for name in own.parameters}
+
+        def is_in_front(name: str) -> bool:  # inside of a piece, or around some
+            return any(is_under(f"{name}.", piece) or is_under(piece, name) for piece in pieces)
+
+        parts = [part for name, part in self._model.named_modules() if is_in_front(name)]
+        tables = [part._parameters for part in parts]
         places = [(t, name) for t in tables for name in t if t[name] not in used_later]
-        return _Boundary(self._model, tap, places)
+        return _Boundary(self._model, self._model.get_submodule(modules[depth - 1].tap), places)
 
 
 def _needs_mode(part: nn.Module) -> bool:

@@ -152,7 +152,9 @@ class FirstStep:
                 raise UnsupportedModelError(self.watch.failure)
             model, watch = training.model, self.watch
             modules = make_modules(model, watch=watch, order=order, seen=seen, **settings)
-            return read_graph(model, modules, watch)
+            groups = [group for o in training.optimizers for group in o.param_groups]
+            trained = {entry for group in groups for entry in group["params"]}
+            return read_graph(model, modules, watch, trained)
 
         cut = Cut.combine(together(read))
         is_sharded = fsdp2.is_sharded(training.model)
