@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,8 +196,8 @@ class Training:
 
     @property
     def files(self) -> list[Path]:
-        """The files of the store that are there."""
-        return sorted(self.directory.rglob("egeria-activations-*"))
+        """The files of stores that this process has open below the directory of the run; they have no name."""
+        return files_in(self.directory)
 
     def batches_from(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of the training from an epoch on, each epoch in an order of its own."""
@@ -204,6 +205,13 @@ class Training:
             if self.loader.generator is not None:
                 self.loader.generator.manual_seed(number)
             yield from self.loader
+
+
+def files_in(directory: Path) -> list[Path]:
+    """Return ways to the files without a name that this process has open below a directory."""
+    start = f"{directory}{os.sep}"
+    open_now = [(way, os.path.realpath(way)) for way in Path("/proc/self/fd").iterdir()]
+    return [way for way, path in open_now if path.startswith(start) and "egeria-activations" in path]
 
 
 def compared(

@@ -78,10 +78,9 @@ def check_depths(build, step, found):
         detached, tied = _gradients(build, step, found, depth, detaches=True)
         assert detached, f"nothing trains at depth {depth}"
         assert not {name for module in found.modules[:depth] for name in module.parameters} & detached.keys()
-        if not found.is_reentrant:
-            plain, _ = _gradients(build, step, found, depth, detaches=False)
-            assert detached.keys() - tied == plain.keys() - tied
-            assert all(torch.equal(plain[name], detached[name]) for name in plain.keys() - tied)
+        plain, _ = _gradients(build, step, found, depth, detaches=False)
+        assert detached.keys() - tied == plain.keys() - tied
+        assert all(torch.equal(plain[name], detached[name]) for name in plain.keys() - tied)
 
 
 def _gradients(build, step, found, depth, *, detaches):
@@ -95,9 +94,9 @@ def _gradients(build, step, found, depth, *, detaches):
         if isinstance(output, tuple):
             return tuple(cut_off(None, None, entry) for entry in output)
         is_active = isinstance(output, torch.Tensor) and output.is_floating_point()
-        return output.detach().requires_grad_(found.is_reentrant) if is_active else output
+        return output.detach() if is_active else output
 
-    if detaches and (found.detaches[depth] or found.is_reentrant):
+    if detaches and found.detaches[depth]:
         model.get_submodule(front[-1].tap).register_forward_hook(cut_off)
     torch.manual_seed(1)
     loss = step(model, 0)

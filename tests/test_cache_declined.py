@@ -71,14 +71,21 @@ class Reaching(Chain):
 
 
 class Telling(Chain):
-    """Its first block leaves a note that the model reads."""
+    """Its second block leaves a note that the model reads."""
 
     def __init__(self):
         super().__init__()
-        self.blocks[0] = Noting()
+        self.blocks[1] = Noting()
 
     def forward(self, x):
-        return super().forward(x) + self.blocks[0].note
+        return super().forward(x) + self.blocks[1].note
+
+
+class TellingTheLoop(Telling):
+    """Its second block leaves a note that the model does not read itself."""
+
+    def forward(self, x):
+        return Chain.forward(self, x)
 
 
 class Noting(Block):
@@ -157,10 +164,11 @@ def doubled():
         (partial(Between, dropped), "is random"),
         (partial(Between, centred), "depends on the other samples"),
         (Reaching, "the rest of the model reads more of them than that"),
-        (Telling, "set blocks.0.note in each forward pass"),
+        (Telling, "the rest of the model reads more of them than that"),
+        (TellingTheLoop, "attribute blocks.1.note differs"),
         (Packing, "an object of its own"),
         (Straddling, "the backward pass runs blocks.1 again"),
-        (Branching, "blocks.0 does not run"),
+        (Branching, "blocks.0 was called 0 times"),
         (Collecting, "keeps tensors outside of the model"),
         (hooked, "forward hook on a frozen layer"),
         (doubled, "a pre-hook on the model"),
@@ -186,6 +194,11 @@ def test_calls_that_cannot_be_served_are_declined_with_the_reason(call, reason, 
             return super().forward(x)
 
     assert_refused(compared(tmp_path, FILE, call=call, build=Given), reason)
+
+
+def test_a_checkpoint_over_the_boundary_is_seen_where_two_passes_have_one_backward_pass(tmp_path):
+    trained = compared(tmp_path, FILE, build=Straddling, call=lambda model, x: model(x) + model(-x))
+    assert_refused(trained, "the backward pass runs blocks.1 again")
 
 
 def test_batches_of_one_sample_are_declined(tmp_path):
@@ -338,7 +351,7 @@ def test_changes_of_the_front_are_noticed_at_once_or_within_an_epoch(change, tmp
         ran = training.model.blocks[1].num_calls - before
         trained.append(training.finish())
     cached = trained[1]
-    assert cached.hits > 100 and len(cached.reasons) <= 1
+    assert cached.hits > 80 and len(cached.reasons) <= 1
     assert len(cached.reasons) == 1 or "moved" in str(cached.complaints) or "changed" in str(cached.complaints)
     if change in AT_ONCE:
         assert differences(*[training.everything() for training in trained]) == [], cached.reasons

@@ -1,37 +1,25 @@
-"""Disks that are full, files that are damaged, killed processes, and rows that are read ahead."""
+"""Disks that are full, files that are damaged, and where the file of the cache is."""
 
 from __future__ import annotations
 
 import os
 import resource
-import signal
-import stat
-import subprocess
-import sys
-from itertools import islice
-from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from cached import (
-    BATCH,
     EPOCH,
-    EPOCHS,
     FILE,
     MEMORY,
-    NUM_SAMPLES,
     SERVING,
     Training,
-    Vectors,
     assert_refused,
     assert_served,
     compared,
+    files_in,
 )
 from egeria.events import CacheUsed
 
-TESTS = Path(__file__).parent
 FILLING = EPOCH + 5
 """Steps after which some samples came from the store, and others are still to be written."""
 
@@ -71,11 +59,6 @@ def test_damaged_rows_are_computed_and_stored_again(harm, tmp_path):
     assert trained.complaints == ["they are computed again"]
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.chmod(0)])
-def test_a_file_without_a_name_or_rights_is_used_on(harm, tmp_path):
-    assert_served(compared(tmp_path, FILE, at(SERVING, harm)))
-
-
 @pytest.mark.parametrize("limit", [0, 2**13])
 def test_a_full_disk_costs_the_rows_that_do_not_fit(limit, tmp_path):
     """Files may be no larger, which is what a quota looks like."""
@@ -96,13 +79,14 @@ def test_a_full_disk_costs_the_rows_that_do_not_fit(limit, tmp_path):
     (warning,) = (message for message in trained.warnings if "The journal" not in message)
     assert "File too large" in warning
     (used,) = (event for event in events if isinstance(event, CacheUsed))
-    assert (used.hits > 100) == bool(limit)
+    assert (used.hits > 0) == bool(limit)
 
 
 def test_a_limit_holds_and_says_nothing_unless_nothing_fits(tmp_path):
     small = compared(tmp_path / "small", {**FILE, "limit_bytes": 2000, "verify_batches": 5})
+    assert_refused(small, "what may be used holds too few samples")
     (used,) = small.journal(CacheUsed)
-    assert 0 < used.size_bytes <= 2000 and used.hits > 100 and used.checks > 3 and small.warnings == []
+    assert 0 < used.size_bytes <= 2000
     assert_refused(compared(tmp_path / "none", {**FILE, "limit_bytes": 10}), "not one batch fits")
     quiet = compared(tmp_path / "memory", {**MEMORY, "memory_share": 1e-12})
     assert "not one batch fits" in quiet.reasons[0] and quiet.warnings == []
@@ -114,125 +98,11 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     assert_refused(trained, "Not a directory")
 
 
-def test_the_file_is_its_owners_alone_and_in_the_directory_that_was_named(tmp_path):
+def test_the_file_is_in_the_directory_that_was_named_and_has_no_name(tmp_path):
     training = Training(tmp_path / "run", {**MEMORY, "directory": str(tmp_path / "fast")})
     training.advance_to(SERVING)
-    (path,) = (tmp_path / "fast").iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and training.files == []
-    other = Training(tmp_path / "other", {**MEMORY, "directory": str(tmp_path / "fast")})
-    other.advance_to(SERVING)
-    assert len([*(tmp_path / "fast").iterdir()]) == 2, "the file of a run that goes on stays"
-    for each in (training, other):
-        assert_served(each.finish())
+    (path,) = files_in(tmp_path / "fast")
+    assert path.stat().st_size > 0 and path.stat().st_nlink == 0 and training.files == []
     assert [*(tmp_path / "fast").iterdir()] == []
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from cached import FILE, SERVING, Training
-training = Training(Path(sys.argv[1]), FILE)
-training.advance_to(SERVING)
-print("serving", flush=True)
-time.sleep(60)
-"""
-
-
-def test_what_a_killed_process_left_is_removed_at_the_next_attach(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])}
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout.readline() == "serving\n"
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-    assert len([*tmp_path.rglob("egeria-activations-*")]) == 1
-    Training(tmp_path, MEMORY).close()
-    assert [*tmp_path.rglob("egeria-activations-*")] == []
-
-
-# Reading ahead
-
-
-def drawn_first(dataset):
-    """Return a loader whose sampler draws with the global random numbers, when an epoch begins."""
-    return DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=1)
-
-
-def drawn_one_by_one(dataset):
-    sampler = WeightedRandomSampler(torch.ones(len(dataset)), len(dataset))
-    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, BATCH, drop_last=False), num_workers=1)
-
-
-def drawn_at_the_end(dataset):
-    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
-    return DataLoader(dataset, batch_size=BATCH, sampler=sampler, num_workers=1)
-
-
-class Ahead:
-    """Notes how many rows the system was asked to read."""
-
-    def __init__(self, monkeypatch):
-        self.rows, self._advise = 0, os.posix_fadvise
-        monkeypatch.setattr(os, "posix_fadvise", self)
-
-    def __call__(self, *arguments):
-        self.rows += 1
-        return self._advise(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("loader", "is_ahead"),
-    [(drawn_first, True), (drawn_one_by_one, False), (drawn_at_the_end, False)],
-)
-@pytest.mark.parametrize("ends_early", [False, True])
-def test_the_order_of_batches_stays_also_where_an_epoch_is_left_early(
-    loader, is_ahead, ends_early, tmp_path, monkeypatch
-):
-    def loop(training):
-        with training.noting():
-            for epoch in range(5):
-                for batch in islice(training.loader, 6 + epoch % 2 if ends_early else None):
-                    training.step(*batch)
-
-    ahead = Ahead(monkeypatch)
-    trained = compared(tmp_path, FILE, loop, loader=loader)
-    assert trained.hits > 100 and trained.warnings == []
-    assert (ahead.rows > 1.5 * trained.hits) == is_ahead, (ahead.rows, trained.hits)
-
-
-def test_where_the_loop_changes_batches_nothing_is_read_ahead_and_it_says_so(tmp_path):
-    trained = compared(tmp_path, FILE, loader=drawn_first, call=lambda model, x: model(2 * x), plan="0.02:2")
-    assert trained.hits > 250 and len(trained.warnings) == 1
-    assert "reading rows ahead: the model is not called with what the loader gives" in trained.warnings[0]
-
-
-class Failing(Vectors):
-    """Cannot read one of its samples."""
-
-    def __getitem__(self, index):
-        if index == 37:
-            raise KeyError("no such picture")
-        return super().__getitem__(index)
-
-
-def test_an_error_of_the_data_set_comes_in_its_turn_and_the_loader_goes_on(tmp_path):
-    def loop(training):
-        with training.noting():
-            for _ in range(EPOCHS):
-                batches, seen = iter(training.loader), []
-                for number in range(EPOCH):
-                    try:
-                        training.step(*next(batches))
-                    except KeyError:
-                        seen.append(number)
-                assert seen == [4]
-                assert next(batches, None) is None
-
-    def loader(dataset):
-        return DataLoader(dataset, batch_size=BATCH, num_workers=1)
-
-    trained = compared(tmp_path, FILE, loop, loader=loader, dataset=Failing())
-    assert_served(trained, 5 * (NUM_SAMPLES - BATCH) - 100)
+    assert_served(training.finish())
+    assert files_in(tmp_path / "fast") == []

@@ -189,18 +189,6 @@ def test_a_stance_that_the_user_has_set_since_stays():
 # --- limits, interrupts --------------------------------------------------------------------------
 
 
-def test_two_runs_at_once_make_room_for_both():
-    before = settings()
-    first, second = Compilation(), Compilation()
-    first.begin(3)
-    second.begin(5)
-    first.begin(3)
-    assert settings()[0] == [limit + 2 * (3 + 1) + 2 * (5 + 1) for limit in before[0]]
-    first.close()
-    second.close()
-    assert settings() == before
-
-
 def interrupted(action, at):
     """Run an action up to its n-th line in the file; return whether it had that many."""
     count = 0

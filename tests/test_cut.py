@@ -247,41 +247,36 @@ def one_backward_each(model, i):
 
 
 KINDS = {
-    # kind: (model, step, names, needs, detaches)
-    "chain": (Chain, square, "parts.0 parts.1 parts.2 parts.3", "0123", "0111"),
-    "norms": (images, lambda m, i: square(m, i, (4, 1, 6, 6)), "3.0 3.1 4.0 4.1", "0123", "0111"),
-    "disorder": (Disorder, square, "stem parts.2 parts.0 parts.3 parts.1", "01234", "01111"),
-    "twice": (Twice, square, "parts.1 parts.0 parts.2 parts.3", "0123", "0011"),
-    "tasks": (Tasks, square, "trunk tasks.tags.parts.0-tasks.tags.parts.1 tasks.tags.parts.2", "012", "011"),
-    "encoder": (Encoder, square, " ".join(f"layers.layers.{i}" for i in range(4)), "0123", "0111"),
-    "towers": (Towers, by_parts, "left.0 left.1 right.0 right.1", "01 23", "0111"),
-    "tied": (Tied, square, "parts.0 parts.1 parts.2 parts.3", "0123", "0111"),
-    "tied without a submodule": (lambda: Tied(by_submodule=False), square, None, "0123", "0111"),
-    "halves": (lambda: Chain(Halves), lambda m, i: m(torch.randn(6, 8).requires_grad_()).sum(), None, "0123", "0111"),
-    "checkpoint": (lambda: Checkpointed(use_reentrant=False), square, None, "0123", "0111"),
-    "reentrant": (lambda: Checkpointed(use_reentrant=True), square, None, "0123", "0111"),
-    "mixture": (Mixture, square, None, "0123", "0111"),
-    "teacher": (Teacher, square, "parts.0-parts.1 parts.2 parts.3", "012", "011"),
-    "early, one loss": (Early, one_backward, None, "0123", "0111"),
-    "early, a loss each": (Early, one_backward_each, None, "01 0123", "0111"),
-    "early, that alone": (Early, lambda m, i: m(torch.randn(6, 8))["middle"].sum(), None, "01", "0110"),
-    "players": (Players, lambda m, i: m(torch.randn(6, 8)).left.sum(), "left.0 left.1 right.0 right.1", "01", "0110"),
-    "frozen front": (frozen_front, square, None, "23", "0001"),
+    # kind: (model, step, names, deepest, detaches)
+    "chain": (Chain, square, "parts.0 parts.1 parts.2 parts.3", 3, "0111"),
+    "norms": (images, lambda m, i: square(m, i, (4, 1, 6, 6)), "3.0 3.1 4.0 4.1", 3, "0111"),
+    "disorder": (Disorder, square, "stem parts.2 parts.0 parts.3 parts.1", 4, "01111"),
+    "twice": (Twice, square, "parts.1 parts.0 parts.2 parts.3", 3, "0011"),
+    "tasks": (Tasks, square, "trunk tasks.tags.parts.0-tasks.tags.parts.1 tasks.tags.parts.2", 2, "011"),
+    "encoder": (Encoder, square, " ".join(f"layers.layers.{i}" for i in range(4)), 3, "0111"),
+    "towers": (Towers, by_parts, "left.0 left.1 right.0 right.1", 1, "0111"),
+    "tied": (Tied, square, "parts.0 parts.1 parts.2 parts.3", 3, "0111"),
+    "tied without a submodule": (lambda: Tied(by_submodule=False), square, None, 3, "0111"),
+    "checkpoint": (lambda: Checkpointed(use_reentrant=False), square, None, 3, "0111"),
+    "mixture": (Mixture, square, None, 3, "0111"),
+    "teacher": (Teacher, square, "parts.0-parts.1 parts.2 parts.3", 2, "011"),
+    "early, one loss": (Early, one_backward, None, 3, "0111"),
+    "early, a loss each": (Early, one_backward_each, None, 1, "0111"),
+    "early, that alone": (Early, lambda m, i: m(torch.randn(6, 8))["middle"].sum(), None, 1, "0110"),
+    "players": (Players, lambda m, i: m(torch.randn(6, 8)).left.sum(), "left.0 left.1 right.0 right.1", 1, "0110"),
+    "frozen front": (frozen_front, square, None, 3, "0001"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_first_pass_says_of_a_model(kind):
-    build, step, names, needs, detaches = KINDS[kind]
+    build, step, names, deepest, detaches = KINDS[kind]
     torch.manual_seed(0)
     model = build()
     found = cut_behind(model, step)
     assert [module.name for module in found.modules] == (names or "parts.0 parts.1 parts.2 parts.3").split()
-    assert " ".join("".join(map(str, need)) for need in found.needs) == needs
-    assert text_of(found.detaches) == detaches
-    if kind != "reentrant":
-        assert found.deepest == min([len(found.modules) - 1, *(need[-1] for need in found.needs)])
-        check_depths(build, step, found)
+    assert text_of(found.detaches) == detaches and found.deepest == deepest
+    check_depths(build, step, found)
 
 
 def owner_of(found, name):
@@ -351,7 +346,7 @@ def test_passes_without_gradients_and_recomputation_are_left_out():
 
     watch = watched(model, step)
     assert {name: watch.rows[name] for name in watch.order} == dict.fromkeys(watch.order, 6)
-    assert len(watch.outputs) == 1 and not watch.silent and not watch.hidden
+    assert len(watch.outputs) == 1
     assert list(watch.order) == ["stem", *(f"parts.{i}" for i in range(4)), "head"]
 
 
@@ -375,35 +370,16 @@ def test_shares_go_by_rows():
 
 def test_the_reason_says_why_not_deeper():
     assert cut_behind(Early(), one_backward_each).reason == "an output depends on nothing behind parts.1 that trains"
-    found = cut_behind(Checkpointed(use_reentrant=True), square)
-    assert found.is_reentrant and found.deepest == 0
-    assert found.reason.startswith("parts.0 runs in a reentrant checkpoint") and "use_reentrant=False" in found.reason
 
 
-def test_blocks_that_recompute_only_in_training_mode_freeze_under_reentrant_checkpoints():
-    class Layer(Part):  # as those of transformers; frozen ones are in eval mode
-        gradient_checkpointing = True
-
-        def __call__(self, *args):
-            forward = super().__call__
-            return checkpoint(forward, *args, use_reentrant=True) if self.training else forward(*args)
-
-    model = Chain(Layer)
-    found = cut_behind(model, lambda model, i: model(torch.randn(6, 8).requires_grad_()).sum())
-    assert found.is_reentrant and found.deepest == 3 and not found.reason
-    assert [module.name for module in found.modules] == [f"parts.{index}" for index in range(4)]
-
-
-def test_in_front_of_a_reentrant_checkpoint_layers_freeze():
-    class Last(Chain):
-        def forward(self, x):
-            for part in self.parts[:3]:
-                x = part(x)
-            return self.head(checkpoint(self.parts[3], x, use_reentrant=True))
-
-    found = cut_behind(Last(), square, passes=2)
-    assert found.deepest == 3 and found.is_reentrant and found.trainable == (True,) * 4
-    check_depths(Last, square, found)
+@pytest.mark.parametrize("build", [lambda: Checkpointed(use_reentrant=True), lambda: Chain(Halves)])
+def test_reentrant_checkpoints_are_refused(build):
+    model = build()
+    watch = Watch(model, find_pieces(model))
+    watch.open()
+    model(torch.randn(6, 8).requires_grad_()).sum().backward()
+    watch.close()
+    assert "use_reentrant=False" in watch.failure
 
 
 def test_a_loop_that_asks_for_gradients_keeps_them():
@@ -434,7 +410,7 @@ def test_without_an_output_to_walk_from_one_layer_module_trains_and_nothing_is_d
     watch = watched(model, square)
     watch.outputs.clear(), watch.nodes.clear(), watch.passes.clear()
     found = read_graph(model, make_modules(model, watch=watch), watch)
-    assert found.deepest == 3 and found.needs == ((0, 1, 2, 3),) and not any(found.detaches)
+    assert found.deepest == 3 and not any(found.detaches)
 
 
 def test_layers_that_are_never_called_are_none():
@@ -515,12 +491,9 @@ def test_a_state_is_checked_whole():
     found = cut_behind(Chain(), square)
     state = found.to_dict()
     assert Cut.from_dict(state) == found
-    module = dict(state["modules"][0])
     for wrong in (
-        *(None, [], {}, {**state, "more": 1}, {**state, "deepest": "3"}, {**state, "deepest": True}),
-        *({**state, "deepest": 4}, {**state, "needs": [[9]]}, {**state, "trainable": [True]}),
-        *({**state, "modules": [{**module, "tap": None}] * 4}, {**state, "modules": [{"name": "layer1"}] * 4}),
-        *({**state, "detaches": [0, 1, 1, 1]}, {**state, "modules": [{**module, "parameters": [1]}] * 4}),
+        *(None, [], {}, {**state, "more": 1}, {**state, "deepest": "3"}, {**state, "deepest": 4}),
+        *({**state, "detaches": [True]}, {**state, "modules": [{"name": "layer1"}] * 4}, {**state, "modules": [1]}),
     ):
         with pytest.raises(StateError):
             Cut.from_dict(wrong)
@@ -528,13 +501,13 @@ def test_a_state_is_checked_whole():
 
 def test_ranks_agree_on_what_holds_for_all():
     found = cut_behind(Chain(), square)
-    other = replace(found, needs=((0, 1),), detaches=(False, True, False, True), deepest=1, reason="here")
+    other = replace(found, detaches=(False, True, False, True), deepest=1, reason="here")
     both = Cut.combine([found, other])
-    assert (both.needs, both.deepest, both.reason) == (((0, 1), (0, 1, 2, 3)), 1, "here")
+    assert (both.deepest, both.reason) == (1, "here")
     assert text_of(both.detaches) == "0101" and both.modules == found.modules
 
 
-CUT_NOT_AT_ALL = {"one_layer"}
+CUT_NOT_AT_ALL = {"one_layer", "ReentrantlyCheckpointed"}
 
 
 @pytest.mark.parametrize(

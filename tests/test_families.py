@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from twins import PLANS, Program, check_by_hand, declined
+from twins import PLANS, ByHand, Program, Twin, check_by_hand, declined, differences
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -141,7 +141,7 @@ def test_it_freezes_as_by_hand(name, plan, tmp_path):
 # --- checkpoints, adapters, several tasks and optimizers --------------------------------------------------------------
 
 
-def checkpointed(kind: str, *, is_reentrant: bool, lora: tuple[str, ...] = (), **config: Any) -> dict[str, Any]:
+def checkpointed(kind: str, *, is_reentrant: bool = False, lora: tuple[str, ...] = (), **config: Any) -> dict[str, Any]:
     """Return what a program needs of a model that recomputes its blocks, with or without adapters."""
 
     def build() -> nn.Module:
@@ -154,7 +154,7 @@ def checkpointed(kind: str, *, is_reentrant: bool, lora: tuple[str, ...] = (), *
             made = peft.get_peft_model(made, settings)
         return made
 
-    return {"build": build, "detaches": always, "is_reentrant": is_reentrant}
+    return {"build": build, "detaches": always}
 
 
 def uncached(model: Any, number: int) -> Tensor:
@@ -162,8 +162,7 @@ def uncached(model: Any, number: int) -> Tensor:
 
 
 CHECKPOINTED = {
-    f"{kind}, {how}": Program(**checkpointed(name, is_reentrant=how == "reentrant", lora=lora, **config), loss=loss)
-    for how in ("reentrant", "not reentrant")
+    kind: Program(**checkpointed(name, lora=lora, **config), loss=loss)
     for kind, name, lora, config, loss in [
         ("BERT", "BertForSequenceClassification", (), BERT, sorts_words),
         ("GPT-2", "GPT2LMHeadModel", (), GPT2, uncached),
@@ -206,12 +205,21 @@ def test_the_backward_pass_of_a_frozen_front_does_not_run_where_blocks_are_recom
 
 @pytest.mark.parametrize("kind, config", [("T5ForConditionalGeneration", T5), ("BartForConditionalGeneration", BART)])
 def test_nor_does_that_of_a_frozen_encoder(kind, config, tmp_path):
-    made = checkpointed(kind, is_reentrant=False, **config) | {"detaches": in_encoder}
+    made = checkpointed(kind, **config) | {"detaches": in_encoder}
     ours = check_by_hand(Program(**made, loss=uncached), tmp_path, "0.2:2")
     front = tuple(
         name for module in ours.run.modules[:2] for name in module.submodules if "block" in name or "layers" in name
     )
     assert front and backward_passes(ours.model, front, ours.update) == 0
+    ours.run.close()
+
+
+def test_reentrant_checkpoints_are_declined_with_the_way_out(tmp_path):
+    made = checkpointed("BertForSequenceClassification", is_reentrant=True, lora=("query", "value"), **BERT)
+    ours = Twin(Program(**made, loss=sorts_words)).attach(tmp_path, plan=PLANS[0]).train()
+    (reason,) = declined(tmp_path)
+    assert "use_reentrant=False" in reason and ours.run.frozen == 0
+    assert differences(ByHand(ours).train().everything(), ours.everything()) == []
     ours.run.close()
 
 

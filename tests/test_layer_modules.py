@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cuts import check_partition, cut, numbered, on_meta, watched
-from egeria.errors import ConfigError, UnsupportedModelError
+from egeria.errors import UnsupportedModelError
 from egeria.model.cut import make_modules
 from egeria.model.group import group_atoms, split_evenly
 
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         return x
 
 
-def test_without_a_pass_direct_parameters_belong_to_what_is_defined_behind_them():
+def test_without_a_pass_direct_parameters_belong_to_the_front():
     modules = make_modules(Transformer())
     check_partition(Transformer(), modules)
     assert modules[0].parameters[:4] == ("token", "position", "patch.weight", "patch.bias")
@@ -146,8 +146,6 @@ def test_without_a_pass_direct_parameters_belong_to_what_is_defined_behind_them(
 def test_two_towers_of_one_class_are_stages_and_their_layers_the_atoms():
     model = nn.ModuleDict({"left": Transformer(), "right": Transformer()})
     assert blocks_of(model) == [*numbered("left.encoder.layers", 0, 6), *numbered("right.encoder.layers", 0, 6)]
-    first_right = next(module for module in make_modules(model) if "right.patch" in module.submodules)
-    assert {"right.token", "right.position", "left.head.weight"} <= set(first_right.parameters)
 
 
 def test_torch_transformer_has_encoder_before_decoder():
@@ -206,15 +204,6 @@ def test_a_pattern_with_fewer_than_two_matches_is_refused():
     for pattern in ["layer9", "layer1", "layer", ""]:
         with pytest.raises(UnsupportedModelError, match="named_modules"):
             make_modules(cifar_resnet(8), pattern=pattern)
-
-
-def test_arguments_outside_their_contract_are_refused():
-    for options, match in [
-        *(({name: "layer("}, "regular expression") for name in ("pattern", "keep")),
-        *(({name: 0.0}, name) for name in ("target_share", "minimum_share")),
-    ]:
-        with pytest.raises(ConfigError, match=match):
-            make_modules(cifar_resnet(8), **options)
 
 
 def test_models_that_cannot_be_cut_are_refused():

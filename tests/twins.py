@@ -35,8 +35,6 @@ class Program:
     detaches: Callable[[str, int], bool] = lambda tap, step: False
     """Whether the output of a frozen front that ends there is detached, since tied weights would keep its backward
     pass, or since inputs require a gradient for the sake of checkpoints."""
-    is_reentrant: bool = False
-    """Whether what is detached must require a gradient, for a reentrant checkpoint behind it."""
     keeps: tuple[str, ...] = ()
     """Submodules that keep their mode, since active layers use them too."""
 
@@ -136,15 +134,9 @@ class ByHand(Twin):
         module = self._modules[number - 1]
         if number != self._depth or not torch.is_grad_enabled():
             return None
-        detaches, first = self.program.detaches(module.tap, self.number), tree.first_activation(output)
-
-        def cut(tensor: Tensor) -> Tensor:
-            is_leaf = self.program.is_reentrant and tensor is first
-            if not (is_leaf or (detaches and tensor.requires_grad)):
-                return tensor
-            return tensor.detach().requires_grad_(self.program.is_reentrant)
-
-        return tree.map_tensors(cut, output)
+        if not self.program.detaches(module.tap, self.number):
+            return None
+        return tree.map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, output)
 
 
 def check_by_hand(program: Program, directory: Any, plan: str, *, deepest: int | None = None, **given: Any) -> Twin:

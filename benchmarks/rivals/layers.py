@@ -40,10 +40,7 @@ class Layers:
         """Return the cut as it is without the graph of a pass: nothing is detached."""
         return Cut(
             modules=self.modules,
-            trainable=tuple(self.trainable),
-            needs=(),
             detaches=(False,) * len(self.modules),
-            is_reentrant=False,
             deepest=self.deepest,
             reason="",
         )

@@ -46,6 +46,11 @@ def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     return (entry for entry in found if isinstance(entry[1], Tensor) or is_plain(entry[1]))
 
 
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a tree and of the objects in it."""
+    return [entry for _, entry in contents(value) if isinstance(entry, Tensor)]
+
+
 def unreadable(value: Any, name: str = "") -> str:
     """Return the path and the type of the first thing that `contents` leaves out; '' for none.
 

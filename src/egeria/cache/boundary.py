@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,17 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.cache.rows import count_rows, take, true_positions
+from egeria.cache.rows import true_positions
 from egeria.errors import UncacheableError
-from egeria.model.batch import OF_THE_LOSS, Autocast, Batch
-from egeria.model.copies import is_ours
+from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import LayerModule
-from egeria.model.hooks import Hook, sweep
+from egeria.model.hooks import Hook, is_ours, sweep
 from egeria.model.undisturbed import capture, undisturbed
+from egeria.random_state import seed_random_state
 
-LEAST_POSITIONS, LEAST_ROWS = 128, 8
-"""Positions of sequences, and rows, that are computed together at least, where only some of a batch
-are missing: with half as many MiniLM came to the same last bits as with all (record 0041)."""
 MOST_KINDS = 512
 """Kinds of batches that are remembered, such as lengths to which sentences are padded."""
 
@@ -32,6 +29,10 @@ MOST_KINDS = 512
 HOOKED = (
     "there is a forward hook on a frozen layer or a container of some, which would read what "
     "stands in for skipped layers, or a pre-hook on the model, which would run twice; remove it"
+)
+RECOMPUTED = (
+    "the backward pass runs {name} again, from inputs that would be skipped: let no checkpointed "
+    "section reach over the boundary of the frozen layers"
 )
 
 
@@ -52,11 +53,11 @@ class Record:
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
         self.kind, self.calls = Kind(), Counter[str]()
-        self.saw_backward = False
+        self.saw_backward = self.reads_padding = False
+        """Whether a backward pass was seen, and whether its loss depends on what the model gives at
+        padding."""
         self.true_positions: Tensor | None = None
         """Of the batch; None where it has no padding."""
-        self.reads_padding = False
-        """Whether the loss depends on what the model gives at padding."""
         self.autocast: Autocast | None = None
         """Within the front: a wrapper around the forward of a model may turn it on."""
         self.value: Tensor | None = None
@@ -76,9 +77,9 @@ class Record:
     def await_backward(self, output: Any, batch: Batch) -> None:
         """Note when the backward pass of what a pass gave begins, and whether it needs padding."""
         self.true_positions = true_positions(batch)
-        found = (entry for _, entry in tree.contents(output) if isinstance(entry, Tensor))
-        for node in [entry.grad_fn for entry in found if entry.grad_fn is not None]:
-            node.register_prehook(self._note_backward)
+        for node in [tensor.grad_fn for tensor in tree.tensors(output)]:
+            if node is not None:
+                node.register_prehook(self._note_backward)
 
     def _note_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self.saw_backward = True
@@ -91,29 +92,26 @@ class Record:
         except Exception:  # of a tensor of another kind, in a pass of the user's
             self.reads_padding = True
 
-    def _note(self, root: nn.Module, _args: Any, output: Any, *, name: str) -> None:
+    def _note(self, _root: nn.Module, _args: Any, output: Any, *, name: str) -> None:
         try:
-            self._note_output(root, output, name)
+            self._note_output(output, name)
         except Exception as error:  # in a pass of the user's, which no error of ours may end
             self.refusal = self.refusal or f"what {name} gives cannot be kept ({error})"
 
-    def _note_output(self, root: nn.Module, output: Any, name: str) -> None:
+    def _note_output(self, output: Any, name: str) -> None:
         if torch._C._current_graph_task_id() != -1:
-            self.refusal = (
-                f"the backward pass runs {name} again, from inputs that would be skipped: let no "
-                "checkpointed section reach over the boundary of the frozen layers"
-            )
+            self.refusal = RECOMPUTED.format(name=name)
             return
         self.calls[name] += 1
-        if self.calls[name] == 1:
-            self.refusal = self.refusal or _refusal(root, name, output)
-            self.kind.blanks[name] = tree.map_tensors(_blank, output)
-            if name == self._boundary.tap:
-                found = tree.first_activation(output)
-                if found is not None:
-                    self.autocast = Autocast.current(found.device.type)
-                    self.kind.shape, self.kind.stride = tuple(found.shape), found.stride()
-                    self.value = found.detach().clone()
+        if self.calls[name] > 1:
+            return
+        self.refusal = self.refusal or _refusal(name, output)
+        self.kind.blanks[name] = tree.map_tensors(_blank, output)
+        found = tree.first_activation(output)
+        if name == self._boundary.tap and found is not None:
+            self.autocast = Autocast.current(found.device.type)
+            self.kind.shape, self.kind.stride = tuple(found.shape), found.stride()
+            self.value = found.detach().clone()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +121,8 @@ class Layout:
     axis: int
     """Of the samples."""
     order: tuple[int, ...]
-    """Of the other axes, from the largest stride to the smallest: rows are plain memory so."""
+    """Of all axes: that of the samples, and the others from the largest stride to the smallest, so
+    that rows are plain memory."""
     length_axis: int | None = None
     """Of a row that follows the length of its sequence, where padding is cut."""
     cut_names: frozenset[str] = frozenset()
@@ -132,24 +131,20 @@ class Layout:
     @classmethod
     def of(cls, value: Tensor, axis: int) -> Layout:
         """Return the layout of a tensor with this axis of samples."""
-        strides = value.movedim(axis, 0)[0].stride()
-        order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-        return cls(axis=axis, order=tuple(order))
+        others = sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
+        return cls(axis=axis, order=(axis, *(other for other in others if other != axis)))
 
-    def split(
-        self, value: Tensor, chosen: Sequence[int], lengths: Sequence[int] | None
-    ) -> list[Tensor]:
-        """Return rows of what crosses, on the CPU, cut to their lengths."""
-        rows = value.movedim(self.axis, 0).permute(0, *(1 + axis for axis in self.order)).cpu()
+    def split(self, value: Tensor, lengths: Sequence[int] | None) -> list[Tensor]:
+        """Return the rows of what crosses, on the CPU, cut to their lengths."""
+        rows = value.permute(self.order).cpu()
         if self.length_axis is None or lengths is None:
-            return [rows[index] for index in chosen]
-        return [rows[index].narrow(self.length_axis, 0, lengths[index]) for index in chosen]
+            return list(rows)
+        cut = zip(rows, lengths, strict=True)
+        return [row.narrow(self.length_axis, 0, length) for row, length in cut]
 
     def join(self, rows: Sequence[Tensor], kind: Kind, device: torch.device) -> Tensor | None:
         """Return what crosses for a batch of a kind; None where the rows do not fit it."""
-        shape = list(kind.shape)
-        num_rows = shape.pop(self.axis)
-        shape = [shape[axis] for axis in self.order]
+        num_rows, *shape = (kind.shape[axis] for axis in self.order)
         if self.length_axis is None:
             if num_rows != len(rows) or any(list(row.shape) != shape for row in rows):
                 return None
@@ -158,8 +153,7 @@ class Layout:
             found = rows[0].new_zeros(num_rows, *shape)
             for place, row in zip(found, rows, strict=True):
                 place.narrow(self.length_axis, 0, row.shape[self.length_axis]).copy_(row)
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        found = found.permute(0, *(1 + axis for axis in back)).movedim(0, self.axis)
+        found = found.permute(sorted(range(found.dim()), key=self.order.__getitem__))
         if found.stride() != kind.stride and math.prod(kind.shape) == _span(kind):
             plain = torch.empty_strided(kind.shape, kind.stride, dtype=found.dtype)
             found = plain.copy_(found)
@@ -184,16 +178,16 @@ class Boundary:
         self.model, self.tap, self.name = model, modules[-1].tap, modules[-1].name
         found = {model.get_submodule(name): name for m in modules for name in m.submodules}
         self.roots = {name: root for root, name in found.items()}
-        self.inside = {part for root in self.roots.values() for part in root.modules()}
+        inside = {part for root in self.roots.values() for part in root.modules()}
         self._watched = [
-            m for m in model.modules() if m is not model and not self.inside.isdisjoint(m.modules())
+            m for m in model.modules() if m is not model and not inside.isdisjoint(m.modules())
         ]
         names = {name for module in modules for name in module.parameters}
         self._slots = [
             (part._parameters, key, weight)
             for path, part in model.named_modules(remove_duplicate=False)
             for key, weight in part.named_parameters(recurse=False)
-            if part in self.inside or f"{path}.{key}".removeprefix(".") in names
+            if part in inside or f"{path}.{key}".removeprefix(".") in names
         ]
         self.weights: list[Any] = [weight for *_, weight in self._slots]
         self.weights += [entry for root in self.roots.values() for entry in root.buffers()]
@@ -205,8 +199,6 @@ class Boundary:
         """Whether a loss was seen that does not depend on what the model gives at padding."""
         self.live: frozenset[str] = frozenset()
         """Roots that run all the same: look-ups that depend on no frozen output."""
-        self.is_written = False
-        """Whether operations of the model write into outputs of roots: NaN takes memory then."""
         self.independent: set[str] | None = None
         """While it is being proven: roots that were given no NaN."""
         self._kinds: dict[Hashable, Kind] = {}
@@ -275,40 +267,33 @@ class Boundary:
         Raises:
             UncacheableError: behind the block: one was not called once.
         """
-        calls, before = Counter[str](), list[tuple[Any, Any]]()
+        skipped, calls = kind.blanks.keys() - self.live, Counter[str]()
+        tables = {name: vars(self.roots[name]) for name in skipped}
+        before = {name: table["forward"] for name, table in tables.items() if "forward" in table}
         try:
-            for name in kind.blanks.keys() - self.live:
-                attributes = vars(self.roots[name])
-                before.append((attributes, attributes.get("forward")))
+            for name, table in tables.items():
                 own = value if name == self.tap else None
-                attributes["forward"] = partial(self._answer, name, kind.blanks[name], own, calls)
+                table["forward"] = partial(self._answer, name, kind.blanks[name], own, calls)
             yield
         finally:
-            for attributes, own_forward in before:
-                attributes.pop("forward", None)
-                if own_forward is not None:
-                    attributes["forward"] = own_forward
-        odd = next((name for name in kind.blanks.keys() - self.live if calls[name] != 1), "")
+            for name, table in tables.items():
+                table.pop("forward", None)
+                if name in before:
+                    table["forward"] = before[name]
+        odd = next((name for name in skipped if calls[name] != 1), "")
         require(not odd, f"{odd} was called {calls[odd]} times in a pass that leaves it out")
 
-    def compute(self, batch: Batch, rows: Sequence[int]) -> Tensor:
-        """Return what crosses for some rows of a batch, by a pass of our own through the front.
-
-        Few rows are computed together with repeats of them, see `LEAST_POSITIONS`.
-        """
-        num_rows, mask = count_rows(batch), batch.kwargs.get("attention_mask")
-        length = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
-        least = min(num_rows, LEAST_ROWS, math.ceil(LEAST_POSITIONS / length))
-        together = [rows[index % len(rows)] for index in range(max(least, len(rows)))]
-        ran = set[str]()
+    def run_front(self, batch: Batch) -> Tensor:
+        """Return what crosses for a batch, by a pass of our own with other random numbers."""
+        record = Record(self)
         with undisturbed(self.model, gradients=True, keeps_modes=True):
-            for name, root in self.roots.items():  # the hooks go with the end of the block
-                root.register_forward_hook(lambda *_, name=name: ran.add(name))
-            found = capture(self.model, self.tap, take(batch, together))
-        odd = next(iter(ran ^ self._ran), "")
-        require(found is not None and not odd, f"{odd or self.tap} does not run for all rows alike")
-        assert found is not None and self.layout is not None
-        return found.narrow(self.layout.axis, 0, len(rows))
+            seed_random_state(self.model, 1)
+            record.open()  # the hooks go with the end of the block
+            capture(self.model, self.tap, batch)
+        odd = next(iter(record.calls.keys() ^ self._ran), "")
+        require(not odd, f"{odd} does not run for all rows alike")
+        assert record.value is not None
+        return record.value
 
     def _answer(
         self,
@@ -326,18 +311,13 @@ class Boundary:
         left = [value] if value is not None else []
 
         def pick(blank: Tensor) -> Tensor:
-            if left and blank.is_floating_point() and blank.dim() > 1:
-                return left.pop()
-            return blank.clone() if self.is_written else blank.detach()
+            # A copy, since operations of the model may write into it.
+            is_value = bool(left) and blank.is_floating_point() and blank.dim() > 1
+            return left.pop() if is_value else blank.clone()
 
         return tree.map_tensors(pick, blanks)
 
     def _check_front(self) -> None:
-        for name, root in self.roots.items():
-            for part in root.modules():
-                require(
-                    not isinstance(part, torch.jit.ScriptModule), f"{name} is a TorchScript module"
-                )
         trained = [weight for weight in self.weights if weight.requires_grad]
         require(
             not trained,
@@ -359,60 +339,37 @@ def require(condition: bool, reason: str) -> None:
 
 def signature(batch: Batch) -> Hashable:
     """Return a value that is equal for calls that run alike: by shapes, types and plain values."""
-    return _describe(batch.args), _describe(batch.kwargs), batch.autocast
-
-
-def _describe(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, Mapping):
-        own = ((key, _describe(entry)) for key, entry in value.items() if key != OF_THE_LOSS)
-        return type(value), *sorted(own, key=repr)
-    if isinstance(value, (tuple, list)):
-        return type(value), *map(_describe, value)
-    plain = (
-        (name, repr(entry)) for name, entry in tree.contents(value) if not isinstance(entry, Tensor)
+    told = (
+        (name, value.shape, value.dtype, value.device)
+        if isinstance(value, Tensor)
+        else (name, repr(value))
+        for name, value in batch.contents
     )
-    return type(value), *plain
+    return (batch.autocast, *told)
 
 
 def has_nan(output: Any) -> bool:
     """Return whether a tensor that a pass gave, also one in an object, has a NaN in it; waits once
     for each device.
     """
-    found = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
-    flags = [e.detach().sum().isnan() for e in found if e.is_floating_point() and e.numel()]
+    found = [e for e in tree.tensors(output) if e.is_floating_point() and e.numel()]
+    flags = [entry.detach().sum().isnan() for entry in found]
     devices = {flag.device for flag in flags}
     return any(bool(torch.stack([f for f in flags if f.device == d]).any()) for d in devices)
 
 
-def _refusal(root: nn.Module, name: str, output: Any) -> str:
+def _refusal(name: str, output: Any) -> str:
     """Return why what a root gives cannot be stored; empty where it can."""
-    active = next((type(part).__name__ for part in root.modules() if _is_active(part)), "")
-    if active:
-        return f"a {active} in {name} is in training mode: a sample gives something else each time"
     if tree.requires_grad(output):
         return f"what {name} gives needs a gradient: something in front of it is in training"
     plain = list(tree.leaves(output))
-    inside = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
     odd = [t for t in plain if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided]
-    if odd or len(plain) != len(inside):
+    if odd or len(plain) != len(tree.tensors(output)):
         return (
             f"{name} gives an object of its own with tensors inside, which cannot be stored; "
             "return tensors, tuples or dictionaries"
         )
     return ""
-
-
-def _is_active(module: nn.Module) -> bool:
-    """Return whether it is a dropout, or a normalisation over the batch, in training mode."""
-    if not module.training:
-        return False
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return isinstance(module, nn.modules.batchnorm._NormBase) and (
-        module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
-    )
 
 
 def _blank(tensor: Tensor) -> Tensor:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from egeria.cache.boundary import Boundary, require
-from egeria.cache.generation import Found, Generation
-from egeria.cache.lookahead import LookAhead
+from egeria.cache.boundary import Boundary
+from egeria.cache.generation import Generation
 from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
@@ -27,8 +24,9 @@ from egeria.model.batch import Batch
 from egeria.model.cut import LayerModule
 
 WHAT = "skipping the frozen forward pass"
-LEAST_EPOCHS = 1.2
-"""Epochs that the front must stay frozen: the first one fills the store."""
+LEAST_EPOCHS = 2.0
+"""Epochs that the front must stay frozen: the first one fills the store, and so does the second
+where the first began in the middle of one of the user's."""
 
 
 class Cache:
@@ -43,7 +41,6 @@ class Cache:
         recorder: journals what it does.
         spend: takes the seconds of ours, wall-clock and CPU, within an iteration of the user's.
         directory: where a file may go; None where nothing is written.
-        loader: of the user; None where it was not given.
         num_batches: of an epoch; None where nobody knows.
         num_local: processes of this host that share its memory.
     """
@@ -56,15 +53,13 @@ class Cache:
         recorder: Recorder,
         spend: Callable[[float, float], None],
         directory: Path | None,
-        loader: Any,
         num_batches: int | None,
         num_local: int,
     ) -> None:
         self._model, self._settings, self._recorder = model, settings, recorder
-        self._spend, self._directory, self._loader = spend, directory, loader
+        self._spend, self._directory = spend, directory
         self._num_batches, self._num_local = num_batches, num_local
         self._generation: Generation | None = None
-        self._ahead: LookAhead | None = None
         self._number = 0
         self._is_own_pass = False
 
@@ -79,8 +74,11 @@ class Cache:
         if not modules:
             return
         self._number += 1
-        is_timed = self._settings.gate != "open"
-        if is_timed and epochs_ahead is not None and epochs_ahead < LEAST_EPOCHS:
+        if (
+            self._settings.gate != "open"
+            and epochs_ahead is not None
+            and epochs_ahead < LEAST_EPOCHS
+        ):
             self._decide(
                 modules[-1].name,
                 f"the boundary may move or the run end within {epochs_ahead:.1f} epochs, and "
@@ -95,21 +93,17 @@ class Cache:
         self._generation = Generation(
             boundary,
             store,
-            number=self._number,
+            self._settings,
+            self._recorder,
             num_batches=self._num_batches,
-            verify_batches=self._settings.verify_batches,
-            is_timed=is_timed,
-            decline=self._recorder.decline,
+            guard=self._guard,
         )
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self._model)
         attributes["forward"] = CachedForward(self, self._model, attributes.get("forward"))
-        if isinstance(store, FileStore):
-            expect, decline = self._generation.expect, self._recorder.decline
-            self._ahead = LookAhead.over(self._loader, expect, decline)
 
     def close(self) -> None:
-        """Leave the model and the loader as they were found; can be called again."""
+        """Leave the model as it was found; can be called again."""
         generation, self._generation = self._generation, None
         attributes = vars(self._model)
         found = attributes.get("forward")
@@ -117,12 +111,8 @@ class Cache:
             attributes.pop("forward")
             if found.own_forward is not None:
                 attributes["forward"] = found.own_forward
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
         if generation is not None:
-            generation.close()
-            self._recorder.write(generation.used(self._recorder.step))
+            generation.close(self._number)
 
     def refuse(self, boundary: str, reason: str) -> None:
         """Stop storing and serving; warn with the reason if the cache was asked for."""
@@ -143,20 +133,7 @@ class Cache:
             found = generation.look_up(Batch.of_call(args, kwargs, generation.boundary.device.type))
         if found is None or self._generation is not generation:
             return call()
-        return self._make_pass(generation, call, found)
-
-    def _make_pass(self, generation: Generation, call: Callable[[], Any], found: Found) -> Any:
-        if found.kind is not None and found.value is not None:
-            output, failure = generation.serve(call, found, found.kind, found.value)
-            with self._guard(generation):
-                require(not failure, failure)
-                if self._ahead is not None:
-                    self._ahead.learn(found.batch)
-            return output
-        output, take_in = generation.fill(call, found)
-        with self._guard(generation):
-            take_in()
-        return output
+        return generation.make_pass(call, found)
 
     @contextmanager
     def _guard(self, generation: Generation) -> Iterator[None]:
@@ -177,16 +154,12 @@ class Cache:
 
     def _make_store(self) -> Store:
         if not self._settings.is_on_disk:
-            return MemoryStore(self._limit_bytes)
+            share = self._settings.memory_share / self._num_local
+            return MemoryStore(int(free_memory_bytes() * share))
         directory = self._settings.directory or self._directory
         if directory is None:
             raise UncacheableError("there is no directory for a file")
         return FileStore(Path(directory), self._settings.limit_bytes)
-
-    def _limit_bytes(self, stored_bytes: int) -> int:
-        """Return how much may be stored, where all processes of the host have stored as much."""
-        free_bytes = free_memory_bytes() + self._num_local * stored_bytes
-        return int(free_bytes * self._settings.memory_share / self._num_local)
 
     def _decide(self, boundary: str, reason: str, *, mode: str = "computed") -> None:
         step, number = self._recorder.step, self._number
@@ -203,21 +176,12 @@ class CachedForward:
         self._cache, self._model, self.own_forward = cache, model, own_forward
         self.__wrapped__: Callable[..., Any] = model.forward  # its signature is read from here
 
-    @property
-    def __code__(self) -> Any:
-        """What `torch.export` asks a `forward` for."""
-        return self.__wrapped__.__code__
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have the cache make the pass."""
         return self._cache.forward(partial(self.__wrapped__, *args, **kwargs), args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.own_forward is not None:
-            return copy.deepcopy(self.own_forward, memo)
-        return MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.own_forward is not None:
             return itemgetter(0), ([self.own_forward],)
-        return getattr, (self._model, "forward")
+        method = type(self._model).forward
+        return partial, (method,), (method, (self._model,), {}, None)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
 from egeria.cache.probe import difference, prove
 from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
+from egeria.config import CacheConfig
 from egeria.errors import brief
 from egeria.events import CacheUsed
+from egeria.journal import Recorder
 from egeria.model.batch import Batch
 from egeria.model.undisturbed import KEPT, keeps_outside, living
+from egeria.random_state import generators_of, restoring
 
-LEAST_SHARE = 8
-"""One of so many rows of a batch must be known, or it is computed whole."""
 MORE_BATCHES, LEAST_REPEATS = 32, 0.05
 """Batches more than an epoch has after which so many of the rows must have come again."""
 UNKNOWN_EPOCH = 10_000  # batches of one whose length nobody knows
@@ -32,7 +34,7 @@ REVIEWED, COMPARED = 50, 8
 MOST_WAITS = 8
 """Passes that are waited for padding, without which nobody can show that it does not matter, and
 for a backward pass."""
-CHECKED_ROWS = 2  # of a batch, which a check computes again: other weights change every row
+CHECKED_ROWS = 2  # of a batch that is computed for a check: other weights change every row
 PACKED = (
     "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
     "again in the backward pass; checkpoint its layers instead"
@@ -49,6 +51,7 @@ class Found:
 
     batch: Batch
     keys: list[bytes]
+    """Of its rows; none where the boundary is still to be proven."""
     lengths: list[int] | None = None
     known: list[int]
     """Numbers of the rows that are stored."""
@@ -66,48 +69,47 @@ class Generation:
     Args:
         boundary: the end of the frozen front.
         num_batches: of an epoch; None where nobody knows.
-        verify_batches: from the store, between two checks; at least one check is made in an epoch.
-        is_timed: whether iterations must become shorter.
-        decline: takes what a store no longer does, and why.
+        guard: makes a context that takes the error of a block behind a pass of the user's.
     """
 
     def __init__(
         self,
         boundary: Boundary,
         store: Store,
+        settings: CacheConfig,
+        recorder: Recorder,
         *,
-        number: int,
         num_batches: int | None,
-        verify_batches: int,
-        is_timed: bool,
-        decline: Callable[[str, str], None],
+        guard: Callable[[Generation], AbstractContextManager[None]],
     ) -> None:
-        self.boundary, self.store, self.number = boundary, store, number
-        self.decline = decline
+        self.boundary, self.store, self._recorder = boundary, store, recorder
+        self._guard = guard
         self._epoch_batches = num_batches or UNKNOWN_EPOCH
-        self._check_every = max(1, min(verify_batches, self._epoch_batches - 1))
+        # At least one check is made in an epoch.
+        self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
         self._until_check, self._versions, self._waits = self._check_every, 0, 0
         self._first: Record | None = None
         """Of the first pass; it stays open until the next, to see the backward pass."""
         self._hits = self._misses = self._repeats = self._batches = self._checks = 0
         self._seen = self._seen_again = 0
         """Rows since the last review, and those of them that were stored when they came."""
-        self._largest_error, self._has_told = 0.0, False
-        self._served_s = deque[float](maxlen=REVIEWED if is_timed else 0)
+        self._largest_error = 0.0
+        self._served_s = deque[float](maxlen=0 if settings.gate == "open" else REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
         """Seconds from one pass to the next, where both were of the same kind."""
         # Without waits CPU time of this thread, which leaves out what other programs take.
         waits = boundary.device.type != "cpu" or isinstance(store, FileStore)
         self._last, self._now = (False, 0.0), time.perf_counter if waits else time.thread_time
-        self._is_doubted = False
-        """Whether batches are computed for now, to see if that takes longer than to serve them."""
 
-    def used(self, step: int) -> CacheUsed:
-        """Return what was stored and served so far, for the journal."""
-        return CacheUsed(
-            step=step,
+    def close(self, number: int) -> None:
+        """Free what is stored, and journal what it was used for, under a number."""
+        if self._first is not None:
+            self._first.close()
+        self.store.close()
+        used = CacheUsed(
+            step=self._recorder.step,
             boundary=self.boundary.name,
-            generation=self.number,
+            generation=number,
             hits=self._hits,
             misses=self._misses,
             repeats=self._repeats,
@@ -117,12 +119,7 @@ class Generation:
             largest_error=self._largest_error,
             damaged=self.store.damaged,
         )
-
-    def close(self) -> None:
-        """Free what is stored; can be called again."""
-        if self._first is not None:
-            self._first.close()
-        self.store.close()
+        self._recorder.write(used)
 
     def look_up(self, batch: Batch) -> Found | None:
         """Return what is known of a batch; None where it is to be computed and forgotten."""
@@ -148,63 +145,62 @@ class Generation:
         self._seen, self._seen_again = self._seen + len(keys), self._seen_again + len(known)
         self._review()
         found.kind = self.boundary.kind(batch)
-        if found.kind is None or LEAST_SHARE * len(known) < len(keys) or self._is_doubted:
-            return found
-        found.value = self._find_value(found, found.kind)
+        if found.kind is not None and len(known) == len(keys) and self._until_check > 0:
+            found.value = self._find_value(found, found.kind)
         return found
 
-    def expect(self, batch: Batch) -> None:
-        """Prepare to serve a batch soon."""
-        self.store.expect(self._keys(batch)[0] or [])
+    def make_pass(self, call: Call, found: Found) -> Any:
+        """Make a pass without the front, where what crosses was found, or as it is."""
+        is_served = found.kind is not None and found.value is not None
+        now, (was_served, began) = self._now(), self._last
+        self._last = is_served, now
+        if began and was_served == is_served:
+            (self._served_s if is_served else self._computed_s).append(now - began)
+        if found.kind is not None and found.value is not None:
+            return self._serve(call, found.kind, found.value)
+        return self._fill(call, found) if found.keys else self._watch_first(call, found.batch)
 
-    def serve(self, call: Call, found: Found, kind: Kind, value: Tensor) -> tuple[Any, str]:
-        """Make a pass without the front, or where that fails as it is; return what it gave, and why
-        the front cannot be left out any more.
-        """
-        self._note_pace(is_served=True)
-        before = _Rollback(self.boundary.model)
+    def _serve(self, call: Call, kind: Kind, value: Tensor) -> Any:
+        restore = _keep_state(self.boundary.model)
         try:
             with self.boundary.replaying(kind, value):
                 output = call()
             if not has_nan(output):
-                return output, ""
+                return output
             failure = "the output of the model has NaN in it: it reads more of them than at first"
         except Exception as error:  # the plain pass raises a user's own again
             failure = brief(error)
-        before.restore()
+        restore()
         output = call()
-        # A loss of NaN is the user's own where the plain pass gives one too.
-        return output, "" if has_nan(output) else f"without the frozen layers {failure}"
+        with self._guard(self):
+            # A loss of NaN is the user's own where the plain pass gives one too.
+            require(has_nan(output), f"without the frozen layers {failure}")
+        return output
 
-    def fill(self, call: Call, found: Found) -> tuple[Any, Call]:
-        """Make a pass as it is; return what it gave, and what stores what crossed."""
-        self._note_pace(is_served=False)
-        if not found.keys:
-            return self._watch_first(call, found.batch)
+    def _fill(self, call: Call, found: Found) -> Any:
         is_new = len(found.known) < len(found.keys) and not self.store.is_full
-        if found.kind is not None and not is_new:
+        if found.kind is not None and self._until_check > 0 and not is_new:
             self._misses += len(found.keys)
-            return call(), lambda: None
+            return call()
         record = Record(self.boundary)
         try:
             record.open()
             output = call()
         finally:
             record.close()
-        return output, lambda: self._take_in(found, record)
+        with self._guard(self):
+            self._take_in(found, record)
+        return output
 
-    def _watch_first(self, call: Call, batch: Batch) -> tuple[Any, Call]:
-        before, first = living(), Record(self.boundary)
-        self._first = first
-        first.open()
+    def _watch_first(self, call: Call, batch: Batch) -> Any:
+        before, self._first = living(), Record(self.boundary)
+        self._first.open()
         output = call()
-
-        def check() -> None:
-            first.value = None
-            first.await_backward(output, batch)
+        with self._guard(self):
+            self._first.value = None
+            self._first.await_backward(output, batch)
             require(not keeps_outside(self.boundary.model, output, before), KEPT)
-
-        return output, check
+        return output
 
     def _is_proven(self, batch: Batch) -> bool:
         """Prove the boundary ahead of the second pass behind it, or of one that shows more."""
@@ -213,19 +209,14 @@ class Generation:
             return self.boundary.layout is not None
         first.close()
         require(not first.refusal, first.refusal)
-        can_wait = true_lengths(batch) is not None
-        is_padded, was_padded = (
-            not can_wait or kept is not None
-            for kept in (true_positions(batch), first.true_positions)
-        )
-        self._waits += 1
-        if self._waits <= MOST_WAITS:
-            if not (first.saw_backward and was_padded):
-                self._first = None
-            if not (first.saw_backward and was_padded and is_padded and count_rows(batch) > 1):
-                return False
+        has_lengths, was_padded = true_lengths(batch) is not None, first.true_positions is not None
+        is_shown = first.saw_backward and (was_padded or not has_lengths)
+        is_fit = count_rows(batch) > 1 and not (has_lengths and true_positions(batch) is None)
+        if self._waits < MOST_WAITS and not (is_shown and is_fit):
+            self._waits, self._first = self._waits + 1, first if is_shown else None
+            return False
         self.boundary.ignores_padding = (
-            first.true_positions is not None and first.saw_backward and not first.reads_padding
+            was_padded and first.saw_backward and not first.reads_padding
         )
         prove(self.boundary, batch)
         self._versions, self._first = self.boundary.versions, None
@@ -241,43 +232,42 @@ class Generation:
         return keys, lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
-        """Return what crosses for a batch, computed where it is not known; None: no fit."""
+        """Return what crosses for a batch whose rows are stored; None where it is to be computed,
+        for a row is damaged or does not fit.
+        """
         layout = self.boundary.layout
         assert layout is not None
         rows = self.store.read(found.keys)
-        missing = [index for index, row in enumerate(rows) if row is None]
-        if self.store.damaged and not self._has_told:
-            self.decline("serving stored rows that are damaged", "they are computed again")
-            self._has_told = True
-        if self._until_check <= 0:
-            self._check(found, rows)
-        self._until_check -= 1
-        if missing:
-            own = self._compute(found, missing)
-            for index, row in zip(missing, own, strict=True):
-                rows[index] = row
-            self._write([found.keys[index] for index in missing], own)
+        if self.store.damaged:
+            what = "serving stored rows that are damaged"
+            self._recorder.decline(what, "they are computed again")
+        found.known = [index for index, row in enumerate(rows) if row is not None]
+        if len(found.known) < len(rows):
+            return None
         value = layout.join([row for row in rows if row is not None], kind, self.boundary.device)
         if value is not None:
-            self._hits += len(rows) - len(missing)
-            self._misses += len(missing)
+            self._hits, self._until_check = self._hits + len(rows), self._until_check - 1
         return value
 
-    def _compute(self, found: Found, chosen: Sequence[int]) -> list[Tensor]:
-        """Return some rows of a batch, by a pass of our own through the front."""
-        layout, lengths = self.boundary.layout, found.lengths
+    def _take_in(self, found: Found, record: Record) -> None:
+        """Store the rows of a pass that are not known; check some others where that is due."""
+        layout = self.boundary.layout
         assert layout is not None
-        own_lengths = None if lengths is None else [lengths[index] for index in chosen]
-        computed = self.boundary.compute(found.batch, chosen)
-        return layout.split(computed, range(len(chosen)), own_lengths)
+        _, value = self.boundary.learn(found.batch, record)
+        rows = layout.split(value, found.lengths)
+        self._misses += len(rows)
+        if self._until_check <= 0 and found.known:
+            self._check(found, rows)
+        new = [index for index in range(len(rows)) if index not in found.known]
+        if new and not self.store.is_full:
+            self._write([found.keys[index] for index in new], [rows[index] for index in new])
 
-    def _check(self, found: Found, rows: Sequence[Tensor | None]) -> None:
+    def _check(self, found: Found, rows: Sequence[Tensor]) -> None:
         """Raise UncacheableError if a few stored rows are not what the front gives now."""
-        stored = {index: row for index, row in enumerate(rows) if row is not None}
-        chosen = list(stored)[:CHECKED_ROWS]
-        own, limit = self._compute(found, chosen) if chosen else [], self.boundary.limit
-        pairs = zip(chosen, own, strict=True)
-        error = max((difference(stored[index], row) for index, row in pairs), default=0.0)
+        chosen, limit = found.known[:CHECKED_ROWS], self.boundary.limit
+        stored = self.store.read([found.keys[index] for index in chosen])
+        pairs = [(row, rows[i]) for i, row in zip(chosen, stored, strict=True) if row is not None]
+        error = max((difference(*pair) for pair in pairs), default=0.0)
         self._checks, self._until_check = self._checks + 1, self._check_every
         self._largest_error = max(self._largest_error, error)
         require(
@@ -286,24 +276,13 @@ class Generation:
             "the frozen layers give something else now",
         )
 
-    def _take_in(self, found: Found, record: Record) -> None:
-        """Store the rows of a pass that are not known."""
-        layout = self.boundary.layout
-        assert layout is not None
-        _, value = self.boundary.learn(found.batch, record)
-        self._misses += len(found.keys)
-        new = [index for index in range(len(found.keys)) if index not in found.known]
-        if new and not self.store.is_full:
-            rows = layout.split(value, new, found.lengths)
-            self._write([found.keys[index] for index in new], rows)
-
     def _write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
         was_full, store = self.store.is_full, self.store
         store.write(keys, rows)
         if store.is_full and not was_full:
             require(store.size_bytes > 0, store.error or "not one batch fits into what may be used")
             if store.error:
-                self.decline("storing more activations", store.error)
+                self._recorder.decline("storing more activations", store.error)
 
     def _review(self) -> None:
         """Raise UncacheableError where storing does not pay."""
@@ -313,51 +292,36 @@ class Generation:
                 f"inputs do not come again: of the last {self._seen} samples {self._seen_again} "
                 "had been there before",
             )
+            require(
+                self._hits > 0 or not self.store.is_full,
+                "what may be used holds too few samples: no batch came of which it had all",
+            )
             self._seen = self._seen_again = 0
         if len(self._served_s) < REVIEWED or len(self._computed_s) < COMPARED:
             return
-        served_s = statistics.median([*self._served_s][-COMPARED if self._is_doubted else 0 :])
-        computed_s = statistics.median(self._computed_s)
+        served_s, computed_s = map(statistics.median, (self._served_s, self._computed_s))
         require(
-            served_s < computed_s or not self._is_doubted,
+            served_s < computed_s,
             f"an iteration with stored activations takes {1e3 * served_s:.1f} ms, and "
             f"{1e3 * computed_s:.1f} ms with computed ones",
         )
-        # Where the machine became slower meanwhile, only iterations of now can tell.
-        self._is_doubted = served_s >= computed_s
-        (self._computed_s if self._is_doubted else self._served_s).clear()
-
-    def _note_pace(self, *, is_served: bool) -> None:
-        now, (was_served, began) = self._now(), self._last
-        self._last = is_served, now
-        if began and was_served == is_served:
-            (self._served_s if is_served else self._computed_s).append(now - began)
+        self._served_s.clear()
 
 
-class _Rollback:
-    """What a pass changes beside what it returns: random states, and buffers of active layers."""
+def _keep_state(model: nn.Module) -> Call:
+    """Return what takes back all that a pass changes beside what it returns: random states, and
+    buffers of active layers.
+    """
+    random_states = [restoring(source) for source in (random, np.random, *generators_of(model))]
+    tables: Any = [module._buffers for module in model.modules() if module.training]
+    entries = [(table, name, entry) for table in tables for name, entry in table.items()]
+    buffers = [(*entry, entry[-1].detach().clone()) for entry in entries if entry[-1] is not None]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._random: list[tuple[Callable[[Any], object], Any]] = [
-            (torch.set_rng_state, torch.get_rng_state()),
-            (random.setstate, random.getstate()),
-            (np.random.set_state, np.random.get_state()),
-        ]
-        for index in {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}:
-            generator = torch.cuda.default_generators[index]
-            self._random.append((generator.set_state, generator.get_state()))
-        tables = [module._buffers for module in model.modules() if module.training]
-        self._buffers = [
-            (table, name, buffer, buffer.detach().clone())
-            for table in tables
-            for name, buffer in table.items()
-            if buffer is not None
-        ]
-
-    def restore(self) -> None:
-        """Give them the values of before, so that the pass can be made again."""
-        for set_state, state in self._random:
-            set_state(state)
-        for table, name, buffer, before in self._buffers:
+    def restore() -> None:
+        for restore_state in random_states:
+            restore_state()
+        for table, name, buffer, before in buffers:
             table[name] = buffer
             buffer.data.copy_(before)
+
+    return restore

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from egeria import tree
 from egeria.cache.boundary import Boundary, Kind, Layout, Record, require
 from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
 from egeria.model.batch import Batch
-from egeria.model.undisturbed import capture, undisturbed
+from egeria.model.undisturbed import undisturbed
 from egeria.random_state import random_fingerprint, seed_random_state
 
 TOLERANCE = 1e-4
 """Relative difference that counts as rounding in float32 (law 3)."""
+_TABLES = ("_parameters", "_buffers", "_modules", "forward")
 
 
 def prove(boundary: Boundary, batch: Batch) -> None:
@@ -33,211 +34,167 @@ def prove(boundary: Boundary, batch: Batch) -> None:
     """
     num_rows = count_rows(batch)
     require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
-    _Probe(boundary, batch).run(num_rows)
+    record = Record(boundary)
+    try:
+        computed = _make_pass(boundary, batch, record)
+    except Exception as error:
+        raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
+    kind, value = boundary.learn(batch, record)
+    boundary.limit = _tolerance(record)
+    lengths, differing = true_lengths(batch), ""
+    for layout in _find_layouts(boundary, batch, value, lengths):
+        given = layout.join(layout.split(value, lengths), kind, value.device)
+        require(given is not None, f"what {boundary.tap} gives cannot be put together again")
+        assert given is not None
+        boundary.layout = layout
+        if not (differing := _find_difference(boundary, batch, kind, given, computed)):
+            return
+    boundary.layout = None
+    advice = "; call the model with use_cache=False" if "key_values" in differing else ""
+    raise UncacheableError(
+        f"without the frozen layers {differing} differs, though what {boundary.tap} gives is "
+        f"given back: the rest of the model reads more of them than that{advice}"
+    )
 
 
-class _Probe:
-    def __init__(self, boundary: Boundary, batch: Batch) -> None:
-        self._boundary, self._model, self._batch = boundary, boundary.model, batch
-        self._limit = TOLERANCE
+def _find_difference(
+    boundary: Boundary, batch: Batch, kind: Kind, value: Tensor, computed: Mapping[str, Any]
+) -> str:
+    """Return the name of the first thing that differs in a pass without the front, or ''.
 
-    def run(self, num_rows: int) -> None:
-        boundary, record = self._boundary, Record(self._boundary)
+    Roots that depend on no frozen output, such as a table of positions that later layers read too,
+    run live where nothing else helps.
+    """
+    layout = boundary.layout
+    is_cut_short = layout is not None and layout.length_axis is not None
+    kept = true_positions(batch) if is_cut_short and boundary.ignores_padding else None
+    differing = ""
+    for _ in range(2):
+        boundary.independent = set()
         try:
-            computed = self._pass(record=record)
-        except UncacheableError:
-            raise
+            given = _make_pass(boundary, batch, kind=kind, value=value.clone())
+            pair = _without_padding(given, kept), _without_padding(computed, kept)
+            differing = first_difference(*pair, boundary.limit)
         except Exception as error:
-            raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
-        kind, value = boundary.learn(self._batch, record)
-        self._limit = boundary.limit = tolerance(record)
-        whole = self._find_layout(value, num_rows)
-        lengths = true_lengths(self._batch)
-        axis = self._find_length_axis(whole, value, lengths)
-        layouts, kept = [whole], true_positions(self._batch)
-        if axis is not None:
-            contents = self._batch.contents
-            names = [n for n, e in contents if isinstance(e, Tensor) and is_cut(e, self._batch)]
-            layouts.insert(0, replace(whole, length_axis=axis, cut_names=frozenset(names)))
-        differing = ""
-        for boundary.layout in layouts:
-            rows = boundary.layout.split(value, range(num_rows), lengths)
-            given = boundary.layout.join(rows, kind, value.device)
-            require(given is not None, f"what {boundary.tap} gives cannot be put together again")
-            assert given is not None
-            hidden = kept if boundary.ignores_padding and boundary.layout is not whole else None
-            if not (differing := self._find_difference(kind, given, computed, hidden)):
-                return
-        boundary.layout = None
-        advice = "; call the model with use_cache=False" if "key_values" in differing else ""
-        raise UncacheableError(
-            f"without the frozen layers {differing} differs, though what {boundary.tap} gives is "
-            f"given back: the rest of the model reads more of them than that{advice}"
-        )
+            differing = f"the pass fails ({brief(error)}), and nothing"
+        independent, boundary.independent = boundary.independent - {boundary.tap}, None
+        if not differing:
+            return ""
+        if boundary.live or not independent:
+            break
+        boundary.live = frozenset(independent)
+    boundary.live = frozenset()
+    return differing
 
-    def _find_difference(
-        self, kind: Kind, value: Tensor, computed: Mapping[str, Any], kept: Tensor | None
-    ) -> str:
-        """Return the name of the first thing that differs in a pass without the front, or ''; of
-        the output for each position, where there are `kept` ones [B, T], in those alone.
 
-        Roots that depend on no frozen output, such as a table of positions that later layers read
-        too, run live where nothing else helps.
-        """
-        boundary, found = self._boundary, ""
-        for boundary.is_written in (False, True):
-            for _ in range(2):
-                boundary.independent = set()
-                try:
-                    given = _cut(self._pass(kind, value.clone()), kept)
-                    found = first_difference(given, _cut(computed, kept), self._limit)
-                except Exception as error:
-                    found = f"the pass fails ({brief(error)}), and nothing"
-                independent, boundary.independent = boundary.independent, None
-                if not found:
-                    return ""
-                if boundary.live or not (independent := (independent or set()) - {boundary.tap}):
-                    break
-                boundary.live = frozenset(independent)
-            boundary.live = frozenset()
-        return found
-
-    def _pass(
-        self,
-        kind: Kind | None = None,
-        value: Tensor | None = None,
-        *,
-        record: Record | None = None,
-    ) -> dict[str, Any]:
-        """Run the model, without its front where there is a `kind`, and return all that the pass
-        gave and changed, by name.
-        """
-        model, own = self._model, self._batch.first_rows(None)  # a model may overwrite its input
-        rest = [module for module in model.modules() if module not in self._boundary.inside]
-        with undisturbed(model, gradients=True, keeps_modes=True):
-            before = self._front_state()
-            seed_random_state(model, 0)
-            if record is not None:
-                record.open()  # the hooks go with the end of the block
-            with own.autocast.context():
-                if kind is None or value is None:
+def _make_pass(
+    boundary: Boundary,
+    batch: Batch,
+    record: Record | None = None,
+    *,
+    kind: Kind | None = None,
+    value: Tensor | None = None,
+) -> dict[str, Any]:
+    """Run the model, without its front where there is a `kind`, and return all that the pass gave
+    and changed, by name.
+    """
+    model, own = boundary.model, batch.first_rows(None)  # a model may overwrite its input
+    with undisturbed(model, gradients=True, keeps_modes=True):
+        seed_random_state(model, 0)
+        if record is not None:
+            record.open()  # the hooks go with the end of the block
+        with own.autocast.context():
+            if kind is None or value is None:
+                output = model(*own.args, **own.kwargs)
+            else:
+                with boundary.replaying(kind, value):
                     output = model(*own.args, **own.kwargs)
-                else:
-                    with self._boundary.replaying(kind, value):
-                        output = model(*own.args, **own.kwargs)
-            after = self._front_state()
-            changed = next((name for name in after if after[name] != before.get(name)), "")
-            require(
-                not changed,
-                f"the frozen layers set {changed} in each forward pass, and whatever reads it "
-                "would find an old value",
-            )
-            parts = {
-                "output": output,
-                "argument": own.arguments,
-                "buffer": dict(model.named_buffers()),
-                **{f"attribute {number}": _attributes(m) for number, m in enumerate(rest)},
-            }
-            outcome = {
-                name: entry.detach().clone() if isinstance(entry, Tensor) else entry
-                for part, content in parts.items()
-                for name, entry in tree.contents(content, part)
-            }
-            outcome["random numbers"] = random_fingerprint(model)
-        return outcome
-
-    def _capture(self, batch: Batch) -> Tensor:
-        """Return what crosses for other rows, with other random numbers."""
-        with undisturbed(self._model, gradients=True, keeps_modes=True):
-            seed_random_state(self._model, 1)
-            found = capture(self._model, self._boundary.tap, batch)
-        require(found is not None, f"{self._boundary.tap} is not called for some rows of a batch")
-        assert found is not None
-        return found
-
-    def _find_layout(self, value: Tensor, num_rows: int) -> Layout:
-        """Find the axis of samples by running half of them: no row may depend on others."""
-        some, tap = list(range(num_rows - 1, -1, -2)), self._boundary.tap
-        try:
-            part = self._capture(take(self._batch, some))
-        except Exception as error:
-            reason = f"the frozen layers fail on some rows of a batch ({brief(error)})"
-            raise UncacheableError(reason) from error
-        axes = _changed(value, part)
-        require(
-            [(value.shape[axis], part.shape[axis]) for axis in axes] == [(num_rows, len(some))],
-            f"what {tap} gives has no axis with one row for each sample: {tuple(value.shape)} for "
-            f"{num_rows} samples, {tuple(part.shape)} for {len(some)}",
-        )
-        expected = value.index_select(axes[0], torch.tensor(some, device=value.device))
-        require(
-            is_close(part, expected, self._limit),
-            f"what {tap} gives for a sample is random, or depends on the other samples of its "
-            "batch or on earlier calls",
-        )
-        return Layout.of(value, axes[0])
-
-    def _find_length_axis(
-        self, layout: Layout, value: Tensor, lengths: Sequence[int] | None
-    ) -> int | None:
-        """Return the axis of a row that follows the length, by running the shorter rows of the
-        batch with their padding cut; None where there is none.
-        """
-        if lengths is None:
-            return None
-        full = self._batch.kwargs["attention_mask"].shape[1]
-        short = max((length for length in lengths if length < full), default=0)
-        chosen = [row for row, length in enumerate(lengths) if length <= short]
-        try:
-            part = self._capture(take(self._batch, chosen, short))
-        except Exception:  # whatever a model raises on sequences cut short
-            return None
-        pairs = list(
-            zip(
-                layout.split(part, range(len(chosen)), None),
-                layout.split(value, chosen, None),
-                strict=True,
-            )
-        )
-        axes = _changed(pairs[0][1], pairs[0][0])
-        if [(pairs[0][1].shape[axis], pairs[0][0].shape[axis]) for axis in axes] != [(full, short)]:
-            return None
-        axis, own = axes[0], [lengths[row] for row in chosen]
-        agree = all(
-            is_close(first.narrow(axis, 0, n), second.narrow(axis, 0, n), self._limit)
-            for (first, second), n in zip(pairs, own, strict=True)
-        )
-        return axis if agree else None
-
-    def _front_state(self) -> dict[str, Any]:
-        """Return what tells whether a pass changed something in the front."""
-        return {
-            f"{name}.{key}": (
-                id(value),
-                value._version if isinstance(value, Tensor) else _size(value),
-            )
-            for name, root in self._boundary.roots.items()
-            for part in root.modules()
-            for table in (vars(part), part._buffers)
-            for key, value in table.items()
-            if "_hook" not in key and key not in ("forward", "training")
+        parts = {"output": output, "argument": own.arguments, "buffer": dict(model.named_buffers())}
+        for name, module in model.named_modules():
+            held = {key: entry for key, entry in vars(module).items() if key not in _TABLES}
+            parts[f"attribute {name}"] = {k: held[k] for k in held if "_hook" not in k}
+        outcome = {
+            name: entry.detach().clone() if isinstance(entry, Tensor) else entry
+            for part, content in parts.items()
+            for name, entry in tree.contents(content, part)
         }
+        outcome["random numbers"] = random_fingerprint(model)
+    return outcome
 
 
-def tolerance(record: Record) -> float:
+def _find_layouts(
+    boundary: Boundary, batch: Batch, value: Tensor, lengths: Sequence[int] | None
+) -> Iterator[Layout]:
+    """Yield how what crosses may be taken apart by sample, best first."""
+    num_rows = count_rows(batch)
+    whole = _find_layout(boundary, batch, value, num_rows)
+    axis = None if lengths is None else _find_length_axis(boundary, batch, whole, value, lengths)
+    if axis is not None:
+        rows = [(name, e) for name, e in batch.contents if isinstance(e, Tensor)]
+        names = frozenset(name for name, entry in rows if is_cut(entry, batch))
+        yield replace(whole, length_axis=axis, cut_names=names)
+    yield whole
+
+
+def _find_layout(boundary: Boundary, batch: Batch, value: Tensor, num_rows: int) -> Layout:
+    """Find the axis of samples by running half of them: no row may depend on others."""
+    some, tap = list(range(num_rows - 1, -1, -2)), boundary.tap
+    try:
+        part = boundary.run_front(take(batch, some))
+    except Exception as error:
+        reason = f"the frozen layers fail on some rows of a batch ({brief(error)})"
+        raise UncacheableError(reason) from error
+    axes = _changed(value, part)
+    require(
+        [(value.shape[axis], part.shape[axis]) for axis in axes] == [(num_rows, len(some))],
+        f"what {tap} gives has no axis with one row for each sample: {tuple(value.shape)} for "
+        f"{num_rows} samples, {tuple(part.shape)} for {len(some)}",
+    )
+    expected = value.index_select(axes[0], torch.tensor(some, device=value.device))
+    require(
+        _is_close(part, expected, boundary.limit),
+        f"what {tap} gives for a sample is random, or depends on the other samples of its "
+        "batch or on earlier calls",
+    )
+    return Layout.of(value, axes[0])
+
+
+def _find_length_axis(
+    boundary: Boundary, batch: Batch, layout: Layout, value: Tensor, lengths: Sequence[int]
+) -> int | None:
+    """Return the axis of a row that follows the length, by running the shorter rows of the batch
+    with their padding cut; None where there is none.
+    """
+    full = batch.kwargs["attention_mask"].shape[1]
+    short = max((length for length in lengths if length < full), default=0)
+    chosen = [row for row, length in enumerate(lengths) if length <= short]
+    try:
+        part = boundary.run_front(take(batch, chosen, short))
+    except Exception:  # whatever a model raises on sequences cut short
+        return None
+    rows, found = layout.split(value, None), layout.split(part, None)
+    expected = [rows[index] for index in chosen]
+    axes = _changed(expected[0], found[0])
+    if [(expected[0].shape[axis], found[0].shape[axis]) for axis in axes] != [(full, short)]:
+        return None
+    agree = all(
+        _is_close(first.narrow(axes[0], 0, n), second.narrow(axes[0], 0, n), boundary.limit)
+        for first, second, n in zip(found, expected, (lengths[row] for row in chosen), strict=True)
+    )
+    return axes[0] if agree else None
+
+
+def _tolerance(record: Record) -> float:
     """Return the relative difference that the precision of a recorded pass allows."""
     autocast = record.autocast
     if autocast is not None and autocast.enabled:
         return max(TOLERANCE, 8 * torch.finfo(autocast.dtype).eps)
-    uses_tf32 = (
-        autocast is not None
-        and autocast.device_type == "cuda"
-        and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
-    )
-    return 8 * 2.0**-10 if uses_tf32 else TOLERANCE
+    is_cuda = autocast is not None and autocast.device_type == "cuda"
+    uses_tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    return 8 * 2.0**-10 if is_cuda and uses_tf32 else TOLERANCE
 
 
-def is_close(first: Tensor, second: Tensor, limit: float) -> bool:
+def _is_close(first: Tensor, second: Tensor, limit: float) -> bool:
     """Return whether two tensors are the same up to rounding, also that of their own dtype."""
     if second.is_floating_point():
         limit = max(limit, 8 * torch.finfo(second.dtype).eps)
@@ -271,7 +228,7 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
             return name
         first, second = found[name], computed[name]
         if isinstance(first, Tensor) and isinstance(second, Tensor):
-            is_same = is_close(first, second, limit)
+            is_same = _is_close(first, second, limit)
         else:
             is_same = type(first) is type(second) and bool(first == second)
         if not is_same:
@@ -279,17 +236,14 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
     return ""
 
 
-def _cut(outcome: Mapping[str, Any], kept: Tensor | None) -> dict[str, Any]:
+def _without_padding(outcome: Mapping[str, Any], kept: Tensor | None) -> dict[str, Any]:
     """Return what a pass gave, of the output for each position [B, T, ...] only the `kept` ones."""
-    return {
-        name: entry[kept.to(entry.device)]
-        if kept is not None
-        and isinstance(entry, Tensor)
-        and name.startswith("output")
-        and entry.shape[:2] == kept.shape
-        else entry
-        for name, entry in outcome.items()
-    }
+    found = dict(outcome)
+    if kept is not None:
+        outputs = [name for name in found if name.startswith("output")]
+        for name in [n for n in outputs if getattr(found[n], "shape", ())[:2] == kept.shape]:
+            found[name] = found[name][kept.to(found[name].device)]
+    return found
 
 
 def _changed(first: Tensor, second: Tensor) -> list[int]:
@@ -297,16 +251,3 @@ def _changed(first: Tensor, second: Tensor) -> list[int]:
     if first.dim() != second.dim():
         return []
     return [axis for axis in range(first.dim()) if first.shape[axis] != second.shape[axis]]
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds besides its tables."""
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if "_hook" not in key and key not in ("_parameters", "_buffers", "_modules", "forward")
-    }
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (list, dict, set, tuple)) else 0

@@ -5,13 +5,12 @@ The key of a row is a digest of all that the model is given for one sample, with
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -29,9 +28,6 @@ DIGEST_BYTES = 16
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
 # Of the numbers that words are multiplied by: the first ones are the same for all counts.
 _SEED = 20
-PREFIX, SUFFIX = "egeria-activations-", ".bin"
-LOOK_BYTES = 64 * 2**20
-"""Stored in memory between two looks at how much may be."""
 ROW_BYTES = 256
 """What is kept of a row beside its values: its key and its place."""
 DISK_SHARE = 0.5
@@ -92,7 +88,7 @@ def row_keys(
     for name, value in batch.contents:
         is_row = isinstance(value, Tensor) and value.shape[:1] == (num_rows,)
         cut = is_row and lengths is not None and name in cut_names and is_cut(value, batch)
-        told = (value.dtype, tuple(value.shape[1 + cut :])) if is_row else _told(value)
+        told = (value.dtype, value.shape[is_row + cut :]) if isinstance(value, Tensor) else value
         shared.update(f"{name}={told!r};".encode())
         if is_row:
             columns.append(_bytes(digests(value, lengths if cut else None)).reshape(num_rows, -1))
@@ -100,10 +96,9 @@ def row_keys(
             shared.update(_bytes(value).data)
     if not columns or not num_rows:
         return None
-    told = np.concatenate(columns, axis=1)
-    prefix = shared.digest()
+    rows, prefix = np.concatenate(columns, axis=1), shared.digest()
     return [
-        hashlib.blake2b(prefix + row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in told
+        hashlib.blake2b(prefix + row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in rows
     ]
 
 
@@ -159,25 +154,16 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return (drawn.T.contiguous() | 1).to(device)
 
 
-def _told(value: Any) -> Any:
-    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-
-
 def _bytes(tensor: Tensor) -> np.ndarray:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy()
 
 
 class MemoryStore:
-    """Rows in the memory of this process.
+    """Rows in the memory of this process, of at most `limit_bytes`."""
 
-    Args:
-        find_limit: returns how many bytes may be stored, by how many are.
-    """
-
-    def __init__(self, find_limit: Callable[[int], int]) -> None:
-        self._find_limit, self._limit_bytes = find_limit, find_limit(0)
-        self._next_look_bytes = LOOK_BYTES
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
         self._rows: dict[bytes, Tensor] = {}
         self.size_bytes, self.is_full, self.error, self.damaged = 0, False, "", 0
 
@@ -186,9 +172,6 @@ class MemoryStore:
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
         """Store copies of rows; nothing more where they do not fit."""
-        if self.size_bytes >= self._next_look_bytes:
-            self._next_look_bytes = self.size_bytes + LOOK_BYTES
-            self._limit_bytes = min(self._limit_bytes, self._find_limit(self.size_bytes))
         num_bytes = sum(row.nbytes + ROW_BYTES for row in rows)
         self.is_full = self.is_full or self.size_bytes + num_bytes > self._limit_bytes
         if not self.is_full:
@@ -199,9 +182,6 @@ class MemoryStore:
         """Return rows; None for one that is not there."""
         return [self._rows.get(key) for key in keys]
 
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """Memory needs no preparation."""
-
     def close(self) -> None:
         """Free the memory."""
         self._rows, self.is_full = {}, True
@@ -210,7 +190,7 @@ class MemoryStore:
 class FileStore:
     """Rows in one file of this process, behind one another; a checksum tells a damaged one.
 
-    The file is readable by its owner alone, locked while it is in use, and gone after `close`.
+    The file has no name: nobody else reads it, and it goes with the process, however that ends.
 
     Args:
         directory: in which the file is made.
@@ -222,19 +202,14 @@ class FileStore:
 
     def __init__(self, directory: Path, limit_bytes: int | None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=directory)
-        self.path = Path(name)
+        system = os.statvfs(directory)
+        free_bytes = int(system.f_bavail * system.f_frsize * DISK_SHARE)
+        self._limit_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+        self._file, name = tempfile.mkstemp(prefix="egeria-activations-", dir=directory)
+        Path(name).unlink()
         self._places: dict[bytes, tuple[int, torch.Size, torch.dtype, int]] = {}
         self.size_bytes, self.is_full, self.error, self.damaged = 0, False, "", 0
         self._is_open = True
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            system = os.statvfs(directory)
-            free_bytes = int(system.f_bavail * system.f_frsize * DISK_SHARE)
-        except BaseException:
-            self.close()
-            raise
-        self._limit_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
@@ -261,23 +236,16 @@ class FileStore:
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
         """Return rows; None for one that is not there, or damaged, which is forgotten."""
-        self.expect(keys)
+        for place in map(self._places.get, keys):
+            if place is not None:  # the system reads them all at once
+                offset, shape, dtype, _ = place
+                size_bytes = math.prod(shape) * dtype.itemsize
+                os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_WILLNEED)
         return [self._read(key) for key in keys]
 
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """Let the system read these rows into memory."""
-        for place in map(self._places.get, keys):
-            if place is not None:
-                offset, shape, dtype, _ = place
-                os.posix_fadvise(
-                    self._file, offset, math.prod(shape) * dtype.itemsize, os.POSIX_FADV_WILLNEED
-                )
-
     def close(self) -> None:
-        """Remove the file."""
+        """Free the file."""
         if self._is_open:
-            with suppress(OSError):  # removed by somebody else
-                self.path.unlink()
             self._is_open, self.is_full = False, True  # nothing goes to a file that has its number
             os.close(self._file)
         self._places = {}
@@ -299,18 +267,6 @@ class FileStore:
 Store = MemoryStore | FileStore
 
 
-def remove_left_files(directory: Path) -> None:
-    """Remove files of processes that were killed: those that nobody holds a lock on."""
-    for path in directory.glob(f"{PREFIX}*{SUFFIX}"):
-        with suppress(OSError):
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(file)
-
-
 def free_memory_bytes(system: Path = Path("/")) -> int:
     """Return how much memory this process could still be given; 0 where that is not known.
 
@@ -322,20 +278,17 @@ def free_memory_bytes(system: Path = Path("/")) -> int:
     found, groups = [], system / "sys/fs/cgroup"
     with suppress(OSError, ValueError, LookupError):
         found.append(_entry(system / "proc/meminfo", "MemAvailable:") * 1024)
-    for limit, used, idle in (
-        ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            ("memory/memory.stat", "total_inactive_file"),
-        ),
+    for limit, used, total in (
+        ("memory.max", "memory.current", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
     ):
         with suppress(OSError, ValueError, LookupError):  # "max" where there is no limit
             left = int((groups / limit).read_text()) - int((groups / used).read_text())
-            found.append(max(0, left + _entry(groups / idle[0], idle[1])))
+            idle = _entry((groups / limit).with_name("memory.stat"), f"{total}inactive_file")
+            found.append(max(0, left + idle))
     return min(found, default=0)
 
 
 def _entry(path: Path, name: str) -> int:
-    lines = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
-    return int(next(line[1] for line in lines if line[0] == name))
+    entries = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
+    return int({entry[0]: entry[1] for entry in entries}[name])

@@ -23,7 +23,7 @@ from torch import nn
 
 from egeria.controller.inline import Answer, InlineController, Report, Ticket
 from egeria.errors import brief
-from egeria.model.copies import without_watchers
+from egeria.model.hooks import without_watchers
 
 WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 

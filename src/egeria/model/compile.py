@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 GRAPHS_PER_DEPTH = 2  # of one function: in training and in evaluation
-_users: dict[str, int] = {}  # torch's limits as the user has them, while ours are in force
-_room: dict[Compilation, int] = {}
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -30,6 +29,7 @@ class Compilation:
     def __init__(self) -> None:
         self._before: Any = None
         self._eager: Any = None
+        self._limits: dict[str, int] = {}  # of torch, as the user has them
         self._seen_s = seconds_so_far()
         self._longest_s = 0.0
 
@@ -44,9 +44,10 @@ class Compilation:
     def begin(self, num_modules: int) -> None:
         """Let torch compile again, as often as freezing so many layer modules may need."""
         self._restore_stance()
-        # Behind eight graphs of a function torch would run it uncompiled for good.
-        _room[self] = GRAPHS_PER_DEPTH * (num_modules + 1)
-        _set_limits()
+        config: Any = torch._dynamo.config
+        for name in _LIMITS:  # behind eight graphs of a function it runs uncompiled for good
+            limit = self._limits.setdefault(name, getattr(config, name))
+            setattr(config, name, limit + GRAPHS_PER_DEPTH * (num_modules + 1))
         self._seen_s = seconds_so_far()
 
     def look(self) -> float:
@@ -66,8 +67,9 @@ class Compilation:
     def close(self) -> None:
         """Give torch its settings back; can be called again after an interrupt."""
         self._restore_stance()
-        if _room.pop(self, None) or _users:
-            _set_limits()
+        for name in list(self._limits):
+            setattr(torch._dynamo.config, name, self._limits[name])
+            del self._limits[name]
 
     def _restore_stance(self) -> None:
         frames: Any = torch._dynamo.eval_frame
@@ -79,11 +81,3 @@ class Compilation:
 def seconds_so_far() -> float:
     """Return the seconds that torch has compiled in this process, forward and backward passes."""
     return float(torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0))
-
-
-def _set_limits() -> None:
-    config: Any = torch._dynamo.config
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, name, _users.setdefault(name, getattr(config, name)) + sum(_room.values()))
-    if not _room:
-        _users.clear()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from egeria.config.checks import SHARE, check, optional, regular_expression
 from egeria.errors import StateError, UnsupportedModelError
 from egeria.model.group import (
     ATOMS,
@@ -45,12 +44,14 @@ class Cut:
     """The layer modules of a model in training, and the facts that say how deep it can freeze."""
 
     modules: tuple[LayerModule, ...]  # front to back
-    trainable: tuple[bool, ...]  # of each module, whether any parameter freezes with it
-    needs: tuple[tuple[int, ...], ...]  # trainable modules that each output that counts depends on
     detaches: tuple[bool, ...]  # for each depth, whether the output of the front may be detached
-    is_reentrant: bool  # whether a reentrant checkpoint runs, whose input must require a gradient
     deepest: int  # the largest number of front modules that may be frozen
     reason: str  # why that is not all but one, in one sentence; empty where it is
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Of each layer module, whether any parameter freezes with it."""
+        return tuple(bool(module.parameters) for module in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cut as plain data, which JSON can hold."""
@@ -59,36 +60,26 @@ class Cut:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Cut:
         """Return what `to_dict` was called on; StateError if it is anything else."""
-        cut: Cut = _read(cls, entry)
-        count, used = len(cut.modules), {0, cut.deepest}.union(*cut.needs)
-        if {len(cut.trainable), len(cut.detaches)} != {count} or not used <= set(range(count)):
-            contract = f"A saved cut has facts of each of its {count} layer modules"
-            raise StateError(f"{contract}, found others. Load a state as it was saved.")
+        try:
+            modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
+            cut = cls(**_as_tuples({**entry, "modules": modules}))
+            is_whole = len(cut.detaches) == len(modules) > cut.deepest >= 0
+        except (TypeError, KeyError, AttributeError):
+            is_whole = False
+        if not is_whole:
+            contract = "A saved cut has the layer modules of a model and the facts of each"
+            raise StateError(f"{contract}, found {entry!r:.100}. Load a state as it was saved.")
         return cut
 
     @classmethod
     def combine(cls, cuts: Sequence[Cut]) -> Cut:
         """Return what holds on all ranks, which have the same layer modules."""
-        return replace(
-            min(cuts, key=lambda cut: cut.deepest),
-            needs=tuple(sorted({need for cut in cuts for need in cut.needs})),
-            detaches=tuple(map(all, zip(*(cut.detaches for cut in cuts), strict=True))),
-            is_reentrant=any(cut.is_reentrant for cut in cuts),
-        )
+        detaches = tuple(map(all, zip(*(cut.detaches for cut in cuts), strict=True)))
+        return replace(min(cuts, key=lambda cut: cut.deepest), detaches=detaches)
 
 
-def _read(kind: Any, value: Any) -> Any:
-    """Return plain data as what it is to be: a record, a tuple of one kind, or a plain value."""
-    if kind in (Cut, LayerModule) and isinstance(value, Mapping):
-        kinds = get_type_hints(kind)
-        if value.keys() == kinds.keys():
-            return kind(**{name: _read(kinds[name], entry) for name, entry in value.items()})
-    elif get_origin(kind) is tuple and isinstance(value, (list, tuple)):
-        return tuple(_read(get_args(kind)[0], entry) for entry in value)
-    elif type(value) is kind:
-        return value
-    contract = f"A saved cut must have a {getattr(kind, '__name__', kind)} here"
-    raise StateError(f"{contract}, found {value!r:.100}. Load it with the version that saved it.")
+def _as_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(e) if isinstance(e, list) else e for name, e in entry.items()}
 
 
 class _Atom(NamedTuple):
@@ -125,14 +116,10 @@ def make_modules(
 
     Raises:
         UnsupportedModelError: there is nothing to freeze or nothing to cut at.
-        ConfigError: an argument is outside its contract.
     """
-    check("modules.target_share", target_share, SHARE)
-    check("modules.minimum_share", minimum_share, SHARE)
-    check("modules.keep", keep, optional(regular_expression))
     pieces = find_pieces(model, pattern)
     if order is None and watch is not None:
-        order = [name for name in watch.order if name not in watch.silent]
+        order = list(watch.order)
     by_name = {piece.name: piece for piece in pieces if piece.role != "direct"}
     line = [by_name[name] for name in (by_name if order is None else order) if name in by_name]
     places = _find_places(model, pieces, line, watch)
@@ -167,30 +154,20 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    The graph is asked for what no piece in `line` holds, for lookup tables, and for parts that have
-    a second name outside their piece. It is not for others: blocks may keep a loss of their own
-    until the end, which is no other use of their weights.
+    The graph is asked for what no piece in `line` holds, and for lookup tables. It is not for
+    others: blocks may keep a loss of their own until the end, which is no other use of their
+    weights. Without a graph what a submodule around pieces holds itself counts as used in front.
     """
     places = {name: index for index, piece in enumerate(line) for name in piece.parameters}
     uses = {} if watch is None else _find_uses(model, line, watch)
-    asked, ran = tables_in(model) | _reused(model, pieces), set(line)
+    asked, ran = tables_in(model), set(line)
     for piece in pieces:
-        is_known = piece.role != "direct" or bool(uses)
-        default = len(line) - 1 if is_known else _first_inside(piece.name, line)
+        is_in_front = piece in ran or (piece.role == "direct" and not uses)
         for name in piece.parameters:
             if piece not in ran or model.get_parameter(name) in asked:
-                use = uses.get(name, 0 if piece in ran else default)
+                use = uses.get(name, 0 if is_in_front else len(line) - 1)
                 places[name] = max(places.get(name, 0), use)
     return places
-
-
-def _reused(model: nn.Module, pieces: Iterable[Piece]) -> set[nn.Parameter]:
-    """Return the parameters of submodules that have another name, outside of their piece."""
-    homes = {part: piece.name for piece in pieces for part in piece.module.modules()}
-    named = model.named_modules(remove_duplicate=False)
-    held = [(name, part, homes[part]) for name, part in named if part in homes]
-    away = {part for name, part, home in held if name != home and not is_under(name, home)}
-    return {parameter for part in away for parameter in part.parameters()}
 
 
 def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[str, int]:
@@ -203,12 +180,6 @@ def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[st
         uses |= {names[leaf]: min(index, len(line) - 1) for leaf in found if leaf in names}
         passed.update(ends)
     return uses
-
-
-def _first_inside(owner: str, line: Sequence[Piece]) -> int:
-    """Return the first piece inside a submodule, or else inside the nearest one around it."""
-    inside = [index for index, piece in enumerate(line) if is_under(piece.name, owner)]
-    return min(inside, default=0) if inside or not owner else _first_inside(parent_of(owner), line)
 
 
 def _with_table_apart(line: list[Piece], places: Mapping[str, int]) -> list[Piece]:
@@ -296,20 +267,10 @@ def read_graph(
     tensors that are not of the model.
     """
     graph = _Graph(model, modules, watch, trained)
-    needs = graph.needs()
-    is_reentrant = graph.is_reentrant or bool(watch.hidden)
-    passes = [] if is_reentrant else list(watch.passes.values())  # it makes passes of its own
-    limits = [*graph.limits(needs, passes), *graph.limits_inside()]
-    deepest, reason = min([(len(modules) - 1, ""), *limits], key=lambda limit: limit[0])
-    return Cut(
-        modules=tuple(modules),
-        trainable=tuple(bool(module.parameters) for module in modules),
-        needs=tuple(sorted(needs)),
-        detaches=tuple(graph.may_detach(depth) for depth in range(len(modules))),
-        is_reentrant=is_reentrant,
-        deepest=deepest,
-        reason=reason,
-    )
+    limits = [(len(modules) - 1, ""), *graph.limits_of_outputs(), *graph.limits_of_the_loop()]
+    deepest, reason = min(limits, key=lambda limit: limit[0])
+    detaches = tuple(graph.may_detach(depth) for depth in range(len(modules)))
+    return Cut(modules=tuple(modules), detaches=detaches, deepest=deepest, reason=reason)
 
 
 class _Graph:
@@ -322,41 +283,42 @@ class _Graph:
         watch: Watch,
         trained: Collection[Tensor],
     ) -> None:
-        self._model, self._modules, self._watch, self._nodes = model, modules, watch, watch.nodes
+        self._modules, self._watch, self._nodes = modules, watch, watch.nodes
         self._outputs = _outputs_that_count(watch)
         names = {parameter: name for name, parameter in model.named_parameters()}
         trains = {name for parameter, name in names.items() if parameter.requires_grad}
         trains.update(*(module.parameters for module in modules))
+        self._trains = trains
+        # The parameters that train in each submodule.
         parts = [name for module in modules for name in module.submodules]
         held = [(name, model.get_submodule(name).parameters()) for name in parts]
         self._held = {name: trains.intersection(names[p] for p in own) for name, own in held}
-        everything = reach(self._outputs)
-        self.is_reentrant = any("CheckpointFunction" in node.name() for node in everything)
-        leaves = {node: node.variable for node in everything if hasattr(node, "variable")}
+        # What the graph begins with: parameters of the model, inputs, and what an optimizer trains
+        # that is not of the model: a hook, say, brings it in.
+        nodes = reach(self._outputs)
+        leaves = {node: node.variable for node in nodes if hasattr(node, "variable")}
         self._leaves = {node: names[leaf] for node, leaf in leaves.items() if leaf in names}
         self._inputs = {n for n, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
-        # What an optimizer trains that is not of the model: a hook, say, brings it in.
         self._outside = {n for n, leaf in leaves.items() if leaf not in names and leaf in trained}
-        self._trains = trains
 
-    def needs(self) -> set[tuple[int, ...]]:
-        """Return for each output that counts what it depends on; all, if no output is known."""
+    def limits_of_outputs(self) -> Iterator[tuple[int, str]]:
+        """Yield depths at which an output would lose its last gradient, and why."""
         marks = [self._mark(module) for module in self._modules]
-        reached = [reach([output]) for output in self._outputs]
-        needs = {tuple(i for i, mark in enumerate(marks) if mark & nodes) for nodes in reached}
-        everything = tuple(i for i, module in enumerate(self._modules) if module.parameters)
-        return needs - {()} or {everything}
+        lasts = set[int]()
+        for output in self._outputs:
+            nodes = reach([output])
+            lasts.update([i for i, mark in enumerate(marks) if mark & nodes][-1:])
+        if not lasts:  # no output is known
+            lasts = {max((i for i, each in enumerate(self._modules) if each.parameters), default=0)}
+        for last in lasts:
+            name = self._modules[last].name
+            yield last, f"an output depends on nothing behind {name} that trains"
 
-    def limits(
-        self, needs: Iterable[tuple[int, ...]], passes: Iterable[set[str]]
-    ) -> Iterator[tuple[int, str]]:
-        """Yield depths that may not be exceeded, and why."""
+    def limits_of_the_loop(self) -> Iterator[tuple[int, str]]:
+        """Yield depths at which something else that the loop does would fail, and why."""
         modules = self._modules
         owners = {name: index for index, module in enumerate(modules) for name in module.parameters}
-        for need in needs:
-            last = max(need, default=0)
-            yield last, f"an output depends on nothing behind {modules[last].name} that trains"
-        for names in passes:
+        for names in self._watch.passes.values():
             if names <= owners.keys():
                 last = max(owners[name] for name in names)
                 reached = f"reaches nothing behind {modules[last].name} that trains"
@@ -364,17 +326,10 @@ class _Graph:
         for name in self._watch.asked & owners.keys():
             reason = "is asked for by torch.autograd.grad, which fails where nothing requires it"
             yield owners[name], f"the gradient of {name} {reason}"
-
-    def limits_inside(self) -> Iterator[tuple[int, str]]:
-        """Yield depths at which something in a layer module would fail, and why."""
-        for index, module in enumerate(self._modules):
+        for index, module in enumerate(modules):
             for name in self._watch.read.intersection(module.submodules):
                 reason = "is read (retain_grad, a hook), which fails where nothing requires it"
                 yield index, f"the gradient of the output of {name} {reason}"
-            for name in self._watch.hidden.intersection(module.submodules):
-                if not hasattr(self._model.get_submodule(name), "gradient_checkpointing"):
-                    reason = "loses gradients behind a frozen layer; use_reentrant=False does not"
-                    yield index, f"{name} runs in a reentrant checkpoint, which {reason}"
 
     def _mark(self, module: LayerModule) -> set[Node]:
         """Return the nodes of the trainable parts of a layer module."""
@@ -389,7 +344,8 @@ class _Graph:
 
         What still trains in front of the boundary must train behind it too (tied weights). Nothing
         of it may be reached around the boundary (the embedding that a decoder uses as well), nor an
-        input in front of it, and no later layer module may be there (a block that is called twice).
+        input in front of it, and no later layer module may be there (a block that is called twice),
+        nor what trains and is not of the model.
         """
         edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else None
         if not edge:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.model.group import is_under, parent_of
+from egeria.model.group import is_under
 from egeria.model.hooks import Hook, sweep
 
 if TYPE_CHECKING:
     from egeria.model.cut import Cut
 
 NUM_COMPARED = 8  # parameters whose values are compared each time, for writes through `data`
-_PARAMETRIZED = re.compile(r"parametrizations\.([^.]+)\.original\d*$")
 _ATTRIBUTES = ("requires_grad_", "__getstate__")
-_Place = tuple[dict[str, nn.Parameter | None], str]  # of a parameter: in a table, under a name
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,15 +61,13 @@ class Freezer:
         self._thaw(kept)
         now = self._parameters()
         for module in self._cut.modules[self.depth : depth]:
-            names = [found for name in module.parameters for found in _find_names(name, now)]
             self._held.append([])
-            for name in names:
+            for name in (name for name in module.parameters if name in now):
                 self._held[-1].append(_Held(name, now[name]))
                 self._held[-1][-1].hold()
         self._set_modes(self._find_unused(depth) if depth else {})
-        is_allowed = depth > 0 and detaches and self._cut.detaches[depth]
-        if self._has_hooks and (is_allowed or (depth and self._cut.is_reentrant)):
-            self._boundary = self._make_boundary(depth, is_allowed)
+        if depth and detaches and self._has_hooks and self._cut.detaches[depth]:
+            self._boundary = self._make_boundary(depth)
             self._boundary.open()
         self.is_whole = True
 
@@ -98,7 +93,7 @@ class Freezer:
         now = self._parameters() if self.depth > depth else {}
         while self.depth > depth:
             for entry in self._held[-1]:
-                entry.release(now[current] for current in _find_names(entry.name, now))
+                entry.release(now.get(entry.name, entry.parameter))
             self._held.pop()
 
     def _set_modes(self, submodules: Mapping[nn.Module, None]) -> None:
@@ -129,42 +124,40 @@ class Freezer:
         is_ours = [any(entry.was_active for entry in own) for own in self._held[:depth]]
         frozen = [root for index in range(depth) if is_ours[index] for root in roots[index]]
         parts = dict.fromkeys(part for root in frozen for part in root.modules())
-        return {part: None for part in parts if not serves(part) and not _needs_mode(part)}
+        return {part: None for part in parts if not (serves(part) or _needs_mode(part))}
 
-    def _make_boundary(self, depth: int, is_allowed: bool) -> _Boundary:
+    def _make_boundary(self, depth: int) -> _Boundary:
         modules, now = self._cut.modules, self._parameters()
-        pieces = [name for own in modules for name in own.submodules]
-        front = [name for own in modules[:depth] for name in own.submodules]
-        later = {now.get(name) for own in modules[depth:] for name in own.parameters}
+        pieces = [name for own in modules[:depth] for name in own.submodules]
+        used_later = {now.get(name) for own in modules[depth:] for name in own.parameters}
 
-        def is_in_front(name: str) -> bool:
-            around = (is_under(piece, parent_of(name)) for piece in pieces)
-            return any(is_under(name, part) for part in front) or any(around)
+        def is_in_front(name: str) -> bool:  # inside of a piece, or around some
+            return any(is_under(f"{name}.", piece) or is_under(piece, name) for piece in pieces)
 
-        rest = [name for name, parameter in now.items() if parameter not in later]
-        names = [name.rpartition(".") for name in rest if is_in_front(name)]
-        still = [(self._model.get_submodule(owner)._parameters, name) for owner, _, name in names]
-        tap = self._model.get_submodule(modules[depth - 1].tap)
-        return _Boundary(self._model, tap, still if is_allowed else None, self._cut.is_reentrant)
+        parts = [part for name, part in self._model.named_modules() if is_in_front(name)]
+        tables = [part._parameters for part in parts]
+        places = [(t, name) for t in tables for name in t if t[name] not in used_later]
+        return _Boundary(self._model, self._model.get_submodule(modules[depth - 1].tap), places)
 
 
 def _needs_mode(part: nn.Module) -> bool:
     """Return whether a submodule keeps its mode, since that means more than its own layers.
 
     By that of quantized weights their library may pack them for inference, for good. By that of its
-    first layer `nn.TransformerEncoder` hands nested tensors to all, also to those in training.
+    first layer `nn.TransformerEncoder` hands nested tensors to all, also to those in training. One
+    with a `train` of its own has its user's mode.
     """
+    train = vars(part).get("train")
+    if not (train is None or isinstance(train, _Train) or _is_in_copy(train, part)):
+        return True
     own = [p for p in part.parameters(recurse=False) if p.dim() > 1 and not hasattr(p, "to_local")]
     is_quantized = any(type(parameter) is not nn.Parameter for parameter in own)
     return is_quantized or isinstance(part, nn.TransformerEncoderLayer)
 
 
-def _find_names(name: str, now: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the names that a parameter has now: others where it was parametrized meanwhile."""
-    if name in now:
-        return [name]
-    plain = _PARAMETRIZED.sub(r"\1", name)
-    return [current for current in now if _PARAMETRIZED.sub(r"\1", current) == plain]
+def _is_in_copy(train: Any, part: nn.Module) -> bool:
+    """Return whether this is what a copy of a frozen submodule has in the place of `_Train`."""
+    return isinstance(train, partial) and train.func is type(part).train
 
 
 class _Held:
@@ -183,10 +176,10 @@ class _Held:
             Tensor.requires_grad_(self.parameter, False)
             self.parameter.grad = None
 
-    def release(self, successors: Iterable[nn.Parameter]) -> None:
-        """Let the parameter train again, and those that have taken its place in the model."""
+    def release(self, successor: nn.Parameter) -> None:
+        """Let the parameter train again, and the one that has taken its place in the model."""
         if not self._is_users:
-            for parameter in (self.parameter, *successors):
+            for parameter in (self.parameter, successor):
                 if parameter.is_floating_point() or parameter.is_complex():
                     Tensor.requires_grad_(parameter, True)
         for name in _ATTRIBUTES:
@@ -233,7 +226,6 @@ class _Train:
 
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self._module, self._model = module, model
-        self._own = vars(module).get("train")
         # The mode that it has by itself; None where it has the model's.
         self._wish = None if module.training == model.training else module.training
         self._version = self._statistics_version()
@@ -244,14 +236,10 @@ class _Train:
 
     def release(self) -> None:
         self._module.training = self._model.training if self._wish is None else self._wish
-        if self._own is None:
-            vars(self._module).pop("train", None)
-        else:
-            vars(self._module)["train"] = self._own
+        vars(self._module).pop("train", None)
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        method, args = self._method()
-        method(*args, mode)
+        type(self._module).train(self._module, mode)
         if self._module.training != self._wish:
             follows = self._module.training == self._model.training
             self._wish = None if follows else self._module.training
@@ -260,12 +248,8 @@ class _Train:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As `partial` reduces itself: its state comes behind it, so that cycles are no problem.
-        method, args = self._method()
-        return partial, (method,), (method, args, {}, None)
-
-    def _method(self) -> tuple[Any, tuple[Any, ...]]:
-        """Return what `train` is without us, and what to call it with."""
-        return (type(self._module).train, (self._module,)) if self._own is None else (self._own, ())
+        method = type(self._module).train
+        return partial, (method,), (method, (self._module,), {}, None)
 
     def _was_reset(self) -> bool:
         """Return whether a normalisation makes its statistics anew (`swa_utils.update_bn`)."""
@@ -285,23 +269,20 @@ class _Boundary:
     A tied embedding, or an activation that requires a gradient for the sake of checkpoints, would
     keep the backward pass of the whole front. If the first pass with gradients shows none, the
     hooks are removed. Nothing is detached in a pass whose inputs require a gradient, outside of a
-    call of the model (its parts may be called one by one), and while the user trains one of the
-    parameters in `still`, or others in their place (`torch.func`); None: never. Reentrant
-    checkpoints behind the boundary need an input that requires a gradient, and get one.
+    call of the model (its parts may be called one by one), and while a parameter in one of the
+    `places`, tables and names, trains: the user's own, or others in their place (`torch.func`).
     """
 
-    def __init__(
-        self, model: nn.Module, tap: nn.Module, still: list[_Place] | None, is_reentrant: bool
-    ) -> None:
-        self._model, self._tap, self._still = model, tap, still
-        self._is_reentrant = self._is_needed = is_reentrant
+    def __init__(self, model: nn.Module, tap: nn.Module, places: list[tuple[Any, str]]) -> None:
+        self._model, self._tap, self._places = model, tap, places
+        self._is_needed = False
         # `was` of the last call of the model, for what a checkpoint computes anew.
         self._is_asked = self._was_asked = True
 
     def open(self) -> None:
         self._model.register_forward_pre_hook(Hook(self, _Boundary._enter), with_kwargs=True)
         self._model.register_forward_hook(Hook(self, _Boundary._leave), always_call=True)
-        self._tap.register_forward_hook(Hook(self, _Boundary._look_at_output))
+        self._tap.register_forward_hook(Hook(self, _Boundary._detach))
 
     def close(self) -> None:
         sweep(self._model, self)
@@ -312,27 +293,17 @@ class _Boundary:
     def _leave(self, *_: Any) -> None:
         self._is_asked = True
 
-    def _look_at_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return None
+    def _detach(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         is_now = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
         is_asked = self._is_asked if is_now else self._was_asked
-        own = (table.get(name) for table, name in self._still or ())
-        trains = any(parameter is not None and parameter.requires_grad for parameter in own)
-        detaches = self._still is not None and not is_asked and not trains
-        if detaches and not self._is_needed:
+        if is_asked or not torch.is_grad_enabled():
+            return None
+        own = (table.get(name) for table, name in self._places)
+        if any(parameter is not None and parameter.requires_grad for parameter in own):
+            return None
+        if not self._is_needed:
             self._is_needed = tree.requires_grad(output)
             if not self._is_needed:
                 self.close()
-        if not self._is_needed or not (detaches or self._is_reentrant):
-            return None
-        first = tree.first_activation(output)
-
-        def detach(tensor: Tensor) -> Tensor:
-            needs_leaf = self._is_reentrant and tensor is first
-            if not (detaches if tensor.requires_grad else needs_leaf):
-                return tensor
-            cut = tensor.detach()
-            return cut.requires_grad_() if self._is_reentrant else cut
-
-        return tree.map_tensors(detach, output)
+                return None
+        return tree.map_tensors(lambda t: t.detach() if t.requires_grad else t, output)

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from egeria.config.checks import regular_expression, require
 from egeria.errors import UnsupportedModelError
 
 # A layer module is made of blocks, or of units where blocks hold less than half of the matrices,
@@ -71,7 +70,6 @@ def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ..
 
     Raises:
         UnsupportedModelError: parameters, their shapes or matches are missing.
-        ConfigError: the pattern is no regular expression.
     """
     parameters = list(model.parameters())
     if not parameters:
@@ -95,8 +93,6 @@ def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ..
 
 
 def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
-    contract = regular_expression(pattern)
-    require(not contract, "modules.pattern", contract, pattern)
     matches: list[str] = []
     for name, module in model.named_modules():
         has_output = can_be_called(module) and next(module.parameters(), None) is not None

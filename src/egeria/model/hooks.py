@@ -1,16 +1,21 @@
-"""Hooks that are found by their owner, whatever was interrupted, and do nothing in copies."""
+"""Hooks that are found by their owner and do nothing in copies, and what else copies go without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from egeria import tree
+
 _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_with_kwargs", "_always_called")
+# Forward pre-hooks are kept in copies: some compute weights.
+_WATCHING = {name for name in vars(nn.Module()) if name.endswith("_hooks")} - {"_forward_pre_hooks"}
 
 
 class Hook(partial[Any]):
@@ -36,13 +41,48 @@ class Hook(partial[Any]):
         return getattr, (nullcontext(), "__exit__")
 
 
+def is_ours(hook: Any) -> bool:
+    """Return whether a hook is a function of this library, or a `partial` of one."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("egeria.")
+
+
 def sweep(model: nn.Module, owner: Any) -> None:
     """Remove all hooks of an owner, also one whose registration or removal was interrupted."""
     for module in model.modules():
         for name in _TABLES:
             table = getattr(module, name)
-            for key in [k for k, hook in table.items() if getattr(hook, "owner", None) is owner]:
-                table.pop(key, None)
+            remove(table, owner)
             for flags in (getattr(module, f"{name}{flag}", {}) for flag in _FLAGS):
                 for key in flags.keys() - table.keys():
                     del flags[key]
+
+
+def remove(table: dict[int, Any], owner: Any) -> None:
+    """Remove the hooks of an owner from a table."""
+    for key in [key for key, hook in table.items() if getattr(hook, "owner", None) is owner]:
+        table.pop(key, None)
+
+
+def copies_of_computed(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` of a model, with the tensors that its modules computed.
+
+    Old-style weight_norm keeps one, for example; such tensors only copy once detached.
+    """
+    tensors = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
+    return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
+
+
+def without_watchers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module without hooks that watch it, and without mixed precision.
+
+    That is the `forward` which Accelerate puts in place of the model's own: it refuses to be
+    pickled, and would override the number format of a reference model.
+    """
+    kept = {name: OrderedDict() if name in _WATCHING else attributes[name] for name in attributes}
+    original = kept.get("_original_forward")
+    if original is not None and "forward" in kept:
+        del kept["forward"], kept["_original_forward"]
+        owner = getattr(original, "__self__", None)
+        if getattr(original, "__func__", None) is not getattr(type(owner), "forward", ...):
+            kept["forward"] = original
+    return kept

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -37,10 +37,6 @@ def is_own_pass() -> bool:
     return bool(getattr(_own_passes, "depth", 0))
 
 
-class CommunicationError(Exception):
-    """The model's forward pass talks to other processes, which make no pass of ours with it."""
-
-
 class TapReachedError(BaseException):
     """Ends a forward pass that has run far enough; no handler in a model swallows it."""
 
@@ -66,14 +62,12 @@ def undisturbed(
             training.
 
     Raises:
-        CommunicationError: the block communicates with other processes of the job, which take no
-            part in it.
+        RuntimeError: the block communicates with other processes of the job, which take no part in
+            it.
     """
     finish(model)
     modules = list(model.modules())
-    # Batch normalisation moves its buffers without counting versions.
-    training = [module for module in modules if module.training and keeps_modes]
-    before = _Before(modules, {id(entry) for m in training for entry in m._buffers.values()})
+    before = _Before(modules)
     cuda: Any = torch.backends.cuda
     thrifty = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()
     try:
@@ -111,7 +105,7 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of one process."""
         if getattr(func, "namespace", "").startswith(("c10d", "_c10d")):
-            raise CommunicationError(
+            raise RuntimeError(
                 f"the forward pass of the model communicates between processes ({func}), and a "
                 "pass of one process alone, by which layers are judged, would wait for the others. "
                 "Let the model communicate in its loss, outside of forward"
@@ -120,25 +114,17 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Before:
-    """What a forward pass may change of a model, as it is now.
+    """What a forward pass may change of a model with these submodules, as it is now."""
 
-    Args:
-        modules: all of the model.
-        untold: identities of tensors that may change without counting a version.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], untold: Collection[int]) -> None:
-        self._untold = untold
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        # Batch normalisation in training mode moves its buffers without counting versions.
+        self._untold = {id(e) for m in modules if m.training for e in m._buffers.values()}
         cuda: Any = torch.backends.cuda
         self.fused, self.plans = torch.backends.mha.get_fastpath_enabled(), cuda.cudnn_sdp_enabled()
         self.depth = getattr(_own_passes, "depth", 0)
         self._tables = [(vars(m), dict(vars(m)), m._buffers, dict(m._buffers)) for m in modules]
-        held = [
-            value
-            for _, table, _, _ in self._tables
-            for name, value in table.items()
-            if name not in _OF_MODULES
-        ]
+        tables = [table for _, table, _, _ in self._tables]
+        held = [table[name] for table in tables for name in table if name not in _OF_MODULES]
         self._contents = [restore for value in held if (restore := _restoring(value)) is not None]
         held += [entry for *_, table in self._tables for entry in table.values()]
         tensors = {id(entry): entry for entry in held if isinstance(entry, Tensor)}.values()
@@ -238,21 +224,15 @@ def keeps_outside(model: nn.Module, output: Any, before: set[int]) -> bool:
         output: what the pass has returned.
         before: what `living` gave when it began.
     """
-    known = before.union(id(entry) for _, entry in tree.contents(output))
+    known = before.union(map(id, tree.tensors(output)))
     made = (entry for entry in gc.get_objects() if type(entry) is Tensor and entry.requires_grad)
-    found: Any = [entry for entry in made if id(entry) not in known]
+    found = [entry for entry in made if id(entry) not in known]
     inside = {id(output), id(found)}
     for module in model.modules():
         values = vars(module).values()
         inside |= {id(module), id(vars(module)), id(module._buffers), *map(id, values)}
-    for _ in range(2):  # kept as they are, or in tuples
-        holders = gc.get_referrers(*found) if found else []
-        inside.add(id(holders))
-        if any(id(holder) not in inside and _is_outside(holder) for holder in holders):
-            return True
-        found = [holder for holder in holders if type(holder) is tuple]
-        inside.add(id(found))
-    return False
+    holders = gc.get_referrers(*found) if found else []
+    return any(id(holder) not in inside and _is_outside(holder) for holder in holders)
 
 
 def _is_outside(holder: Any) -> bool:

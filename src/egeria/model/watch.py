@@ -14,10 +14,14 @@ from torch import Tensor, nn
 from egeria import tree
 from egeria.errors import brief
 from egeria.model.group import Piece
-from egeria.model.hooks import Hook, sweep
+from egeria.model.hooks import Hook, remove, sweep
 
 Node = Any  # of the graph (`Tensor.grad_fn`); while it is held, it keeps its identity
 _current_backward: Any = torch._C._current_graph_task_id  # the backward pass this is in, or -1
+REENTRANT = (
+    "a reentrant checkpoint hides what runs in it, and loses gradients behind a frozen layer. Give "
+    "`checkpoint`, or gradient_checkpointing_kwargs, use_reentrant=False"
+)
 
 
 class Watch:
@@ -25,16 +29,14 @@ class Watch:
 
     The hooks sit on the pieces and on the modules around them until `close`, so that all passes
     before the first optimizer step are seen, also where the loop calls parts of the model one by
-    one. Not noted are passes without gradients, unless they are part of one with gradients, and
-    what a backward pass computes anew for a checkpoint.
+    one. Not noted is what runs without gradients, as a teacher does, and what a backward pass
+    computes anew for a checkpoint.
     """
 
     def __init__(self, model: nn.Module, pieces: Iterable[Piece]) -> None:
         self._model = model
         self._names = {piece.module: piece.name for piece in pieces if piece.role != "direct"}
         self._stack: list[nn.Module] = []
-        self._late: list[tuple[str, Tensor]] = []
-        self._learned: set[str] = set()
         self._added: set[tuple[int, str]] = set()
         self._given: list[tuple[str, weakref.ref[Tensor]]] = []
         self._pass: dict[str, None] = {}
@@ -46,13 +48,12 @@ class Watch:
         # Of what the outermost calls returned, and the backward passes that gave it a gradient.
         self.outputs: list[Node] = []
         self.backwards: defaultdict[Node, set[int]] = defaultdict(set)
-        # Pieces in a reentrant checkpoint, whose outputs got nodes behind the call; those whose
-        # outputs' gradient the loop reads; the parameters that each backward pass reached.
-        self.hidden: set[str] = set()
+        # Pieces whose outputs' gradient the loop reads; the parameters that each backward pass
+        # reached.
         self.read: set[str] = set()
         self.passes: defaultdict[int, set[str]] = defaultdict(set)
         self.num_calls = 0  # of the model: one for each micro-batch
-        self.failure = ""  # of a hook: nothing is noted from then on, and no cut can be made
+        self.failure = ""  # of a hook, or of the model: nothing more is noted, and no cut is made
 
     @property
     def is_empty(self) -> bool:
@@ -60,15 +61,10 @@ class Watch:
         return not (self.order or self._pass)
 
     @property
-    def silent(self) -> set[str]:
-        """Pieces that ran under `no_grad` alone, as a teacher does; in no layer module."""
-        return self.order.keys() - self._learned
-
-    @property
     def asked(self) -> set[str]:
         """Parameters whose gradient was worked out and not added up: by `torch.autograd.grad`."""
-        reached = {(task, name) for task, names in self.passes.items() for name in names}
-        return {name for _, name in reached - self._added}
+        reached = ((task, name) for task, names in self.passes.items() for name in names)
+        return {entry[1] for entry in reached if entry not in self._added}
 
     def open(self) -> None:
         """Put the hooks on."""
@@ -87,15 +83,13 @@ class Watch:
         sweep(self._model, self)
         for parameter in self._model.parameters():
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                table = getattr(parameter, name)
-                for key, hook in list((table or {}).items()):
-                    if getattr(hook, "owner", None) is self:
-                        del table[key]
-                if table is not None and not table:  # an empty one is called in each backward pass
-                    setattr(parameter, name, None)
-        with torch.enable_grad():
-            self._settle()
+                if (table := getattr(parameter, name)) is not None:
+                    remove(table, self)
+                    if not table:  # an empty one is called in each backward pass
+                        setattr(parameter, name, None)
         self._end_pass()
+        if any("CheckpointFunction" in node.name() for node in reach(self.outputs)):
+            self.failure = self.failure or REENTRANT
 
     def _hook(self, note: Callable[..., None], **given: Any) -> Hook:
         return Hook(self, partial(Watch._guarded, note=partial(note, **given)))
@@ -116,8 +110,7 @@ class Watch:
             self._end_pass()
             if all(parameter.grad is None for parameter in module.parameters()):
                 self.num_calls = 0  # the step that it was part of was left out, or is not over
-        if _current_backward() == -1 and (self._stack or torch.is_grad_enabled()):
-            self._settle()
+        if _current_backward() == -1 and torch.is_grad_enabled():
             self._stack.append(module)
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -125,8 +118,7 @@ class Watch:
             return
         while self._stack.pop() is not module:
             pass
-        self._settle()
-        found = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
+        found = tree.tensors(output)
         if module in self._names and output is not None:  # of a call that raised it is None
             self._note_piece(self._names[module], module, found)
         for tensor in [] if self._stack else found:
@@ -157,14 +149,9 @@ class Watch:
         self._added.add((_current_backward(), name))
 
     def _note_piece(self, name: str, module: nn.Module, found: list[Tensor]) -> None:
-        if torch.is_grad_enabled():
-            self._learned.add(name)
-            self._given += [(name, weakref.ref(tensor)) for tensor in found]
-        elif any(parameter.requires_grad for parameter in module.parameters()):
-            self._late += [(name, tensor) for tensor in found]
-        if torch.is_grad_enabled() or name not in self._pass:
-            self._pass.pop(name, None)
-            self._pass[name] = None
+        self._given += [(name, weakref.ref(tensor)) for tensor in found]
+        self._pass.pop(name, None)
+        self._pass[name] = None
         self.rows[name] += _count_rows(module, found)
         self.nodes[name] += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
 
@@ -179,17 +166,6 @@ class Watch:
                 order.insert(place, name)
             place = order.index(name)
         self.order, self._pass = dict.fromkeys(order), {}
-
-    def _settle(self) -> None:
-        """Read the nodes that a checkpoint has given to outputs of what ran inside it."""
-        if not torch.is_grad_enabled():
-            return
-        for name, tensor in self._late:
-            if tensor.grad_fn is not None:
-                self._learned.add(name)
-                self.hidden.add(name)
-                self.nodes[name].append(tensor.grad_fn)
-        self._late.clear()
 
 
 def _count_rows(module: nn.Module, found: list[Tensor]) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from egeria.errors import ReferenceModelError, brief
 from egeria.events import RungTaken
 from egeria.model.batch import Batch
-from egeria.model.copies import copies_of_computed, without_watchers
+from egeria.model.hooks import copies_of_computed, without_watchers
 from egeria.model.undisturbed import restore_table
 from egeria.plasticity import sp_loss
 from egeria.random_state import kept_random_state

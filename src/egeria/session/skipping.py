@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from egeria.cache import Cache, ShardSampler
-from egeria.cache.rows import remove_left_files
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import exchange, world_size
 from egeria.model.cut import LayerModule
@@ -51,7 +49,7 @@ class Skipping:
             self._cache.refuse(frozen[-1].name, self._reason)
 
     def close(self) -> None:
-        """Stop for good: the loader and the forward pass are the user's own again."""
+        """Stop for good: the forward pass is the user's own again."""
         self._cache.close()
 
 
@@ -65,8 +63,6 @@ def begin_skipping(
     """
     config, policy_name = training.config.cache, training.config.policy.name
     directory = exchange(training.recorder.directory)[0]  # only the first process knows it
-    if (place := config.directory or directory) is not None:
-        remove_left_files(Path(place))
     is_unasked = config.enabled == "auto" and policy_name == "egeria"
     if config.enabled is False or policy_name == "none" or is_unasked:
         return None
@@ -76,7 +72,6 @@ def begin_skipping(
         recorder=training.recorder,
         spend=spend,
         directory=directory,
-        loader=loader,
         num_batches=length_of(loader),
         num_local=_num_local(),
     )

@@ -147,7 +147,7 @@ class FirstStep:
         """Cut the model, alike on all ranks; return the cut, and why nothing can freeze, if so."""
         training = self._training
         # by what ran on each of them, in the order of the first
-        views = together(lambda: (self._order(), self._trained()))
+        views = together(lambda: (list(self.watch.order), self._trained()))
         order = [name for name in views[0][0] if all(name in view[0] for view in views)]
         seen = set.intersection(*(set(view[1]) for view in views))
         self.dropped = self._find_dropped(order)
@@ -178,9 +178,6 @@ class FirstStep:
         blocks = {piece.name: (parent_of(piece.name), type(piece.module)) for piece in found}
         ran = {kind for name, kind in blocks.items() if name in order}
         return [name for name, kind in blocks.items() if name not in order and kind in ran]
-
-    def _order(self) -> list[str]:
-        return [name for name in self.watch.order if name not in self.watch.silent]
 
     def _trained(self) -> set[str]:
         """Return the names of the parameters that received a gradient."""
