@@ -15,6 +15,7 @@ from torch import nn
 
 from egeria.cache.boundary import Boundary
 from egeria.cache.generation import Generation
+from egeria.cache.loader import LookAhead, can_look_ahead
 from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
@@ -41,6 +42,7 @@ class Cache:
         recorder: journals what it does.
         spend: takes the seconds of ours, wall-clock and CPU, within an iteration of the user's.
         directory: where a file may go; None where nothing is written.
+        loader: of the user; None where it was not given.
         num_batches: of an epoch; None where nobody knows.
         num_local: processes of this host that share its memory.
     """
@@ -53,13 +55,15 @@ class Cache:
         recorder: Recorder,
         spend: Callable[[float, float], None],
         directory: Path | None,
+        loader: Any,
         num_batches: int | None,
         num_local: int,
     ) -> None:
         self._model, self._settings, self._recorder = model, settings, recorder
-        self._spend, self._directory = spend, directory
+        self._spend, self._directory, self._loader = spend, directory, loader
         self._num_batches, self._num_local = num_batches, num_local
         self._generation: Generation | None = None
+        self._ahead: LookAhead | None = None
         self._number = 0
         self._is_own_pass = False
 
@@ -101,9 +105,12 @@ class Cache:
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self._model)
         attributes["forward"] = CachedForward(self, self._model, attributes.get("forward"))
+        if isinstance(store, FileStore) and can_look_ahead(self._loader):
+            expect, decline = self._generation.expect, self._recorder.decline
+            self._ahead = LookAhead(self._loader, expect, decline)
 
     def close(self) -> None:
-        """Leave the model as it was found; can be called again."""
+        """Leave the model and the loader as they were found; can be called again."""
         generation, self._generation = self._generation, None
         attributes = vars(self._model)
         found = attributes.get("forward")
@@ -111,6 +118,9 @@ class Cache:
             attributes.pop("forward")
             if found.own_forward is not None:
                 attributes["forward"] = found.own_forward
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         if generation is not None:
             generation.close(self._number)
 
@@ -131,6 +141,8 @@ class Cache:
             return call()
         with self._guard(generation):
             found = generation.look_up(Batch.of_call(args, kwargs, generation.boundary.device.type))
+            if self._ahead is not None and found is not None and found.value is not None:
+                self._ahead.learn(found.batch)
         if found is None or self._generation is not generation:
             return call()
         return generation.make_pass(call, found)

@@ -149,6 +149,10 @@ class Generation:
             found.value = self._find_value(found, found.kind)
         return found
 
+    def expect(self, batch: Batch) -> None:
+        """Prepare to serve a batch soon."""
+        self.store.expect(self._keys(batch)[0] or [])
+
     def make_pass(self, call: Call, found: Found) -> Any:
         """Make a pass without the front, where what crosses was found, or as it is."""
         is_served = found.kind is not None and found.value is not None

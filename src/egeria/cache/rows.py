@@ -182,6 +182,9 @@ class MemoryStore:
         """Return rows; None for one that is not there."""
         return [self._rows.get(key) for key in keys]
 
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Memory needs no preparation."""
+
     def close(self) -> None:
         """Free the memory."""
         self._rows, self.is_full = {}, True
@@ -236,12 +239,17 @@ class FileStore:
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
         """Return rows; None for one that is not there, or damaged, which is forgotten."""
-        for place in map(self._places.get, keys):
-            if place is not None:  # the system reads them all at once
-                offset, shape, dtype, _ = place
-                size_bytes = math.prod(shape) * dtype.itemsize
-                os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_WILLNEED)
+        self.expect(keys)
         return [self._read(key) for key in keys]
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Let the system read these rows into memory."""
+        for place in map(self._places.get, keys):
+            if place is not None:
+                offset, shape, dtype, _ = place
+                os.posix_fadvise(
+                    self._file, offset, math.prod(shape) * dtype.itemsize, os.POSIX_FADV_WILLNEED
+                )
 
     def close(self) -> None:
         """Free the file."""

@@ -49,7 +49,7 @@ class Skipping:
             self._cache.refuse(frozen[-1].name, self._reason)
 
     def close(self) -> None:
-        """Stop for good: the forward pass is the user's own again."""
+        """Stop for good: the loader and the forward pass are the user's own again."""
         self._cache.close()
 
 
@@ -72,6 +72,7 @@ def begin_skipping(
         recorder=training.recorder,
         spend=spend,
         directory=directory,
+        loader=loader,
         num_batches=length_of(loader),
         num_local=_num_local(),
     )

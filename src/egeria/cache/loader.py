@@ -1,0 +1,174 @@
+"""What the cache needs of a loader: a process's own samples, and the next batch one ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from egeria import dist, tree
+from egeria.model.batch import Batch
+
+METHOD = "_get_iterator"
+
+
+class ShardSampler(DistributedSampler[int]):
+    """Deals the samples out to the processes once, and shuffles each one's part anew in every
+    epoch.
+
+    `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes
+    to another process than the one that has stored its activations. In return the batches of a
+    process are drawn from its own part alone.
+
+    Attributes:
+        own: the samples of this process.
+
+    Args:
+        dataset: what is dealt out.
+        num_replicas: processes; None for those of the job.
+        rank: of this process; None for the job's.
+        options: `shuffle`, `seed` and `drop_last`, as for `DistributedSampler`.
+
+    Raises:
+        ValueError: there is no such rank, or a process would get no sample.
+    """
+
+    def __init__(
+        self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **options: Any
+    ) -> None:
+        num_replicas = dist.world_size() if num_replicas is None else num_replicas
+        rank = dist.rank() if rank is None else rank
+        super().__init__(dataset, num_replicas, rank, **options)
+        size = len(dataset)
+        if self.num_samples <= 0:
+            raise ValueError(
+                f"{size} samples cannot be dealt out to {num_replicas} processes without "
+                "drop_last=False"
+            )
+        dealt = torch.arange(size)
+        if self.shuffle:
+            dealt = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))
+        self.own: Tensor = dealt.repeat(-(-self.total_size // size))[: self.total_size][
+            rank::num_replicas
+        ]
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the samples of this process, in the order of the epoch."""
+        if not self.shuffle:
+            return iter(self.own.tolist())
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, self.rank)) % 2**63)
+        return iter(self.own[torch.randperm(len(self.own), generator=generator)].tolist())
+
+
+def can_look_ahead(loader: Any) -> bool:
+    """Return whether a batch can be taken from a loader early without a change to any other.
+
+    It has workers, which make batches ahead anyway, and a sampler that draws an epoch's random
+    numbers when it begins: from others a batch that is taken early would draw early, and an epoch
+    that is left early (`break`) would have drawn more.
+    """
+    if type(loader) is not DataLoader or not loader.num_workers or loader.persistent_workers:
+        return False
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.generator is not None):
+        return False
+    draws_at_once = (SequentialSampler, RandomSampler, DistributedSampler, ShardSampler)
+    return type(loader.batch_sampler) is BatchSampler and type(sampler) in draws_at_once
+
+
+class LookAhead:
+    """Tells what the model will be called with next, from the next iterator of a loader on."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        expect: Callable[[Batch], None],
+        decline: Callable[[str, str], None],
+    ) -> None:
+        self._loader, self._expect, self._decline = loader, expect, decline
+        self._places: list[str | None] | None = None
+        """For each tensor of a call, where the batches of the loader have it."""
+        self._call: Batch | None = None
+        self.newest: Any = None
+        """The batch that the loop was given last."""
+        make = loader._get_iterator
+        vars(loader)[METHOD] = lambda: _Ahead(make(), self)
+
+    def close(self) -> None:
+        """Leave the loader as it was; an iterator under way goes on."""
+        vars(self._loader).pop(METHOD, None)
+        self._places, self.newest, self._call = [], None, None
+
+    def learn(self, batch: Batch) -> None:
+        """Find out, once, which tensors of the loader the model was called with."""
+        if self._places is not None or self.newest is None:
+            return
+        named, self._call = dict(tree.named_leaves(self.newest)), batch
+        self._places = [
+            next((name for name, own in named.items() if _is_same(own, given)), None)
+            for given in tree.leaves(batch.arguments)
+        ]
+        if None in self._places:
+            self._end("the model is not called with what the loader gives, as it is")
+
+    def tell(self, coming: Any) -> None:
+        """Prepare for the batch behind the one that the loop is given now."""
+        if not self._places or self._call is None:
+            return
+        try:
+            named, places = dict(tree.named_leaves(coming)), iter(self._places)
+            args, kwargs = tree.map_tensors(
+                lambda _: named[next(places) or ""], self._call.arguments
+            )
+            self._expect(replace(self._call, args=args, kwargs=kwargs))
+        except Exception as error:
+            self._end(f"a batch is of another kind ({error})")
+
+    def _end(self, reason: str) -> None:
+        self._places = []
+        self._decline("reading rows ahead", reason)
+
+
+class _Ahead:
+    """An iterator over batches that takes each next one, or the error in its place, ahead."""
+
+    def __init__(self, batches: Iterator[Any], owner: LookAhead) -> None:
+        self._batches, self._owner = batches, owner
+        self._coming: tuple[Any, Exception | None] | None = None
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> Any:
+        batch, error = self._coming or self._take()
+        self._coming = None
+        if error is not None:
+            raise error
+        self._owner.newest, self._coming = batch, self._take()
+        if self._coming[1] is None:
+            self._owner.tell(self._coming[0])
+        return batch
+
+    def _take(self) -> tuple[Any, Exception | None]:
+        try:
+            return next(self._batches), None
+        except Exception as error:  # it belongs to the next call
+            return None, error
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and torch.equal(first, second.cpu())
+    )
