@@ -130,7 +130,7 @@ class CacheConfig(SettingsGroup):
 
     enabled: bool | str = setting("auto", checks.FLAG_OR_AUTO)
     """What the frozen front gives is stored and the front skipped: 'auto' in memory, where a plan
-    keeps it frozen for two epochs; true in a file, under every policy; false never. With
+    keeps it frozen for over an epoch; true in a file, under every policy; false never. With
     `directory` set 'auto' takes a file too. Where inputs never come again it ends."""
     memory_share: float = setting(0.25, SHARE)
     """'auto': share of a host's memory free at a freeze that may be used. Our choice."""
