@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -35,18 +35,23 @@ class Skipping:
     def __init__(self, cache: Cache, reason: str) -> None:
         self._cache, self._reason, self._depth = cache, reason, 0
 
-    def follow(self, frozen: Sequence[LayerModule], epochs_ahead: float | None) -> None:
+    def follow(
+        self, frozen: Sequence[LayerModule], steps_ahead: float, epoch_steps: int | None
+    ) -> None:
         """Move the boundary of the cache if layers were frozen or thawed since the last call.
 
         Args:
             frozen: the frozen layer modules, front to back.
-            epochs_ahead: for how many epochs the boundary stays; None where that is not known.
+            steps_ahead: for how many steps the boundary stays; infinity where that is not known.
+            epoch_steps: of an epoch; None where that is not known.
         """
         if len(frozen) == self._depth:
             return
         self._depth = len(frozen)
+        is_known = epoch_steps and steps_ahead < math.inf
         if not self._reason:
-            self._cache.follow(tuple(frozen), epochs_ahead)
+            epochs = steps_ahead / epoch_steps if is_known and epoch_steps else None
+            self._cache.follow(tuple(frozen), epochs)
         elif frozen:
             self._cache.refuse(frozen[-1].name, self._reason)
 
@@ -55,15 +60,14 @@ class Skipping:
         self._cache.close()
 
 
-def begin_skipping(
-    training: Training, loader: Any, spend: Callable[[float, float], None]
-) -> Skipping | None:
+def begin_skipping(training: Training, spend: Callable[[float, float], None]) -> Skipping | None:
     """Return what skips the frozen forward pass of a run; None where nothing does. All processes of
     a job call this.
 
     Where nobody asked for it, it takes a plan, which tells how long a front stays frozen.
     """
-    config, policy_name = training.config.cache, training.config.policy.name
+    config, loader = training.config.cache, training.loader
+    policy_name = training.config.policy.name
     directory = exchange(training.recorder.directory)[0]  # only the first process knows it
     if (place := config.directory or directory) is not None:
         remove_left_files(Path(place))
