@@ -407,7 +407,7 @@ def test_a_model_that_cannot_run_on_a_part_of_its_batch_is_not_judged(tmp_path):
     with attach(model, optimizer, config=config, directory=tmp_path) as run, pytest.warns(EgeriaWarning):
         train(run, model, optimizer, 12)
     (declined,) = read_journal(tmp_path).of(Declined)
-    assert declined.what == "judging plasticity" and "RuntimeError: mat1 and mat2" in declined.reason
+    assert declined.what == "freezing" and "RuntimeError: mat1 and mat2" in declined.reason
     assert not read_journal(tmp_path).of(FaultCaught)
 
 

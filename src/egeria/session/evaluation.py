@@ -28,7 +28,7 @@ from egeria.model.batch import Batch
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
 from egeria.model.undisturbed import KEPT, capture, is_own_pass, keeps_outside, living, undisturbed
-from egeria.policy import Status, Wants
+from egeria.policy import Reading, Status, Wants
 from egeria.session.interval import Clock, Seconds
 from egeria.session.training import FreezingEndedError, Training
 
@@ -69,43 +69,37 @@ class Evaluation:
         self._batch: Batch | None = None
         self._is_armed = self._has_read = self._is_behind = False  # behind: no room for a refresh
         self._refreshed_at: int | None = None  # the evaluation; None where there is no reference
-        self._num_failures, self._cpu_s, self.due = 0, 0.0, math.inf
+        self._num_failures, self._cpu_s, self.due = 0, 0.0, 0  # failures: in a row
         self._living: set[int] | None = None
         # Whether the model keeps tensors outside of itself; None before a pass was looked at.
         self._keeps_outside: bool | None = None
-        # By evaluation: what it cost in this process, and the age of the reference.
-        self._under_way: dict[int, dict[str, Any]] = {}
+        # By evaluation: what it cost, and the age of the reference.
+        self._costs: dict[int, dict[str, Any]] = {}
         self._refresh_cost = Seconds()
-        self._finished: list[PlasticityRead] = []
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether evaluations failed so often in a row that no more are made."""
-        return self._num_failures >= FAILURES_BEFORE_GIVING_UP
+        self._finished: list[Reading] = []
 
     def prepare(self, module: int | None) -> None:
         """Keep the batch of the coming step where that ends the interval.
 
         Also where no layer module is monitored yet: the first reference is calibrated on it. `due`
-        is the next step at which this is to be called.
+        is the next step at which this is to be called, and readings taken in.
 
         Args:
             module: the layer module that the policy wants read.
         """
-        step, last = self.clock.step, self.clock.ends - 1
+        clock, last = self.clock, self.clock.ends - 1
         is_needed = module is not None or self._refreshed_at is None
-        if step == last and self.leads and is_needed and not self.has_given_up:
+        if clock.step == last and self.leads and is_needed:
             self.disarm()
             self._is_armed, model = module is not None, self.training.model
             hook = Hook(self, Evaluation._keep)
             model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             if self._keeps_outside is None:
                 model.register_forward_hook(Hook(self, Evaluation._look_at_pass))
-        self.due = step + 1 if step >= last else min(last, self._next_poll(step + 1))
-
-    def may_have_readings(self) -> bool:
-        """Return whether to ask for readings at this step; the same in all processes."""
-        return self._next_poll(self.clock.step) == self.clock.step
+        self.due = last if clock.step < last else clock.step + 1
+        if self._is_apart:
+            part = max(1, clock.interval_steps // POLLS_PER_INTERVAL)
+            self.due = min(self.due, clock.step + part - (clock.step - clock.began) % part)
 
     def check(self) -> None:
         """Raise FreezingEndedError if a pass of ours would leave something outside of the model."""
@@ -119,7 +113,7 @@ class Evaluation:
 
     def request(self, evaluation: int, index: int) -> None:
         """Request the plasticity of a layer module on the batch kept for it."""
-        if not self._is_armed or self._refreshed_at is None or self.has_given_up:
+        if not self._is_armed or self._refreshed_at is None:
             return
         begin, module = Seconds.now(), self.cut.modules[index]
         ticket, activation = Ticket(evaluation, index, module.tap), None
@@ -138,27 +132,28 @@ class Evaluation:
             return
         self.controller.submit(ticket, rows, activation)
         spent, age = Seconds.now().since(begin), evaluation - self._refreshed_at
-        self._under_way[evaluation] = {**spent._asdict(), "age": age}
+        self._costs[evaluation] = {**spent._asdict(), "age": age}
         if self.clock.iteration_s > 0:
             self._budget.note_evaluation(spent.wall_s / self.clock.iteration_s)
 
-    def take_finished(self) -> list[PlasticityRead]:
+    def take_finished(self) -> list[Reading]:
         """Return what has been read since the last call."""
-        if not self.has_given_up:
-            self._take_in(self.controller.poll())
+        self._take_in(self.controller.poll())
         own, self._finished = self._finished, []
         return own
 
-    def journal(self, read: PlasticityRead, status: Status) -> None:
+    def journal(self, reading: Reading, status: Status) -> None:
         """Journal a reading, with what the policy concluded from it."""
-        names = ("smoothed", "slope", "tolerance", "stationary")
-        concluded = {name: getattr(status, name) for name in names}
-        if status.smoothed is None:
-            concluded["smoothed"] = read.value
-        self.recorder.write(replace(read, step=self.recorder.step, **concluded))
+        names = ("slope", "tolerance", "stationary")
+        found: dict[str, Any] = {name: getattr(status, name) for name in names}
+        found["smoothed"] = reading.value if status.smoothed is None else status.smoothed
+        found |= {"wall_s": 0.0, "cpu_s": 0.0, **self._costs.pop(reading.evaluation, {})}
+        name, step = self.cut.modules[reading.module].name, self.recorder.step
+        self.recorder.write(PlasticityRead(step=step, name=name, **asdict(reading), **found))
 
     def drop(self, evaluation: int, module: int, reason: str) -> None:
         """Journal an evaluation without a usable reading."""
+        self._costs.pop(evaluation, None)
         which = {"step": self.recorder.step, "evaluation": evaluation, "module": module}
         self.recorder.write(ReadingDropped(**which, reason=reason))
 
@@ -166,7 +161,7 @@ class Evaluation:
         """Bring the reference model up to date with the training weights, where that is due."""
         is_first = self._refreshed_at is None
         is_due = wants.refresh or self._is_behind or is_first
-        if not is_due or wants.plasticity_of is None or self.has_given_up:
+        if not is_due or wants.plasticity_of is None:
             return
         begin = Seconds.now()
         rows = None if self._batch is None else self._batch.first_rows(self._num_samples)
@@ -208,13 +203,6 @@ class Evaluation:
         goes_on = self.controller.refresh(self.training.model, None, state["controller"])
         self._refreshed_at = state["refreshed_at"] if goes_on else None
 
-    def _next_poll(self, step: int) -> float:
-        """Return the first step, from this one on, at which readings are asked for."""
-        if not self._is_apart:
-            return math.inf
-        part = max(1, self.clock.interval_steps // POLLS_PER_INTERVAL)
-        return self.clock.began - (self.clock.began - step) // part * part
-
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments of a training call; of several calls in a step the last ones."""
         if not model.training or not torch.is_grad_enabled() or is_own_pass():
@@ -237,7 +225,9 @@ class Evaluation:
         controller_cpu_s, now = self._spent() / max(1, len(reports)), self.recorder.step
         for report in reports:
             if isinstance(report, Answer):
-                self._take_in_answer(report, controller_cpu_s)
+                costs = self._costs.setdefault(report.ticket.evaluation, {})
+                costs["controller_cpu_s"] = controller_cpu_s
+                self._take_in_answer(report)
             elif isinstance(report, Declined):
                 self.recorder.decline(report.what, report.reason)
             elif isinstance(report, ReferenceRefreshed):
@@ -247,29 +237,22 @@ class Evaluation:
             else:
                 self.recorder.write(replace(report, step=now))
 
-    def _take_in_answer(self, answer: Answer, controller_cpu_s: float) -> None:
+    def _take_in_answer(self, answer: Answer) -> None:
         (evaluation, index, _), value, reason = answer
-        costs = {"wall_s": 0.0, "cpu_s": 0.0, **self._under_way.pop(evaluation, {})}
-        if value is None or self.has_given_up:
-            self.drop(evaluation, index, reason or "it came late: judging has ended")
+        if value is None:
+            self.drop(evaluation, index, reason)
         elif math.isfinite(value):
             self._num_failures, self._has_read = 0, True
-            which = {"evaluation": evaluation, "module": index, "value": value}
-            concluded = {"smoothed": value, "slope": None, "tolerance": None, "stationary": 0}
-            read: dict[str, Any] = {**which, **concluded, **costs, "step": 0}
-            name = self.cut.modules[index].name
-            read |= {"name": name, "controller_cpu_s": controller_cpu_s}
-            self._finished.append(PlasticityRead(**read))
+            self._finished.append(Reading(evaluation=evaluation, module=index, value=value))
         else:
             reason = reason or f"the value is {value}"
             self.drop(evaluation, index, reason)
             dropped = f"egeria: a reading of plasticity was dropped: {reason}. Training continues."
             self.recorder.warn("readings", dropped)
             self._num_failures += 1
-            if self.has_given_up:
-                failed = f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {reason}"
-                self.recorder.decline("judging plasticity", failed)
-                self._close_controller()
+            if self._num_failures == FAILURES_BEFORE_GIVING_UP:
+                failed = f"the last {FAILURES_BEFORE_GIVING_UP} evaluations of plasticity failed"
+                raise FreezingEndedError(f"{failed}: {reason}")
 
     def _spent(self) -> float:
         """Return the CPU seconds of the controller's process since the last call."""
@@ -287,7 +270,7 @@ class Evaluation:
         self._finished = []
         for evaluation, index, reason in lost:
             self.drop(evaluation, index, reason or "the run ended before it was judged")
-        if late and was_apart and not self._has_read and not self.has_given_up:
+        if late and was_apart and not self._has_read:
             self.recorder.warn("a short run", SHORT_RUN)
 
 

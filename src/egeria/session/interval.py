@@ -6,13 +6,13 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from egeria.errors import ConfigError
+from egeria.events import IntervalMeasured
 
 FEWEST = 7
 """Iterations that a median is taken of, where there are so many at a depth."""
@@ -37,17 +37,6 @@ class Seconds(NamedTuple):
     def plus(self, more: Seconds) -> Seconds:
         """Return this moment or duration, longer by another duration."""
         return Seconds(self.wall_s + more.wall_s, self.cpu_s + more.cpu_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What an interval showed in this process."""
-
-    loss: float | None  # mean of the finite losses; None where there was none
-    num_steps: int
-    num_bad_losses: int
-    iteration_wall_s: float  # median; 0 where there was no iteration
-    iteration_cpu_s: float
 
 
 class Clock:
@@ -120,7 +109,7 @@ class Clock:
             wall_s, cpu_s = self._overhead.plus(Seconds.now().since(self._entered))
         return {"overhead_wall_s": wall_s, "overhead_cpu_s": cpu_s}
 
-    def end_interval(self, frozen: int) -> Measured:
+    def end_interval(self, frozen: int) -> IntervalMeasured:
         """End the interval, at this frozen depth, and return what it showed; the next begins."""
         losses, self._losses = to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
@@ -129,10 +118,14 @@ class Clock:
             self.iteration_s = wall_s
         num_steps, self.began = self.step - self.began, self.step
         self.evaluation += 1
-        return Measured(
+        return IntervalMeasured(
+            step=self.step,
+            evaluation=self.evaluation,
             loss=statistics.fmean(finite) if finite else None,
             num_steps=num_steps,
             num_bad_losses=len(losses) - len(finite),
+            learning_rate=0.0,
+            frozen=frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +21,7 @@ from egeria.distributed import ddp
 from egeria.distributed.ranks import LostError, RankError, together, world_size
 from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError, UnsupportedModelError
-from egeria.events import DepthRefused, IntervalMeasured, PlasticityRead, StageChanged
+from egeria.events import DepthRefused, IntervalMeasured, StageChanged
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
 from egeria.policy import (
@@ -35,7 +35,7 @@ from egeria.policy import (
     first_stage,
 )
 from egeria.report.wording import plural
-from egeria.session.interval import Clock, Measured, Seconds
+from egeria.session.interval import Clock, Seconds
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import Skipping, begin_skipping
 from egeria.session.steps import NO_STEP, NO_STEPS, Steps
@@ -174,7 +174,7 @@ class Session:
             if self.parts is not None:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
-                self._measure(clock.end_interval(0), self._rate())
+                self._measure(replace(clock.end_interval(0), learning_rate=self._rate()))
             self._plan_next()  # in here too, where a fault of the policy is caught
         self._plan_next()
 
@@ -204,13 +204,13 @@ class Session:
 
     def _end_interval(self, parts: Parts, ends: bool) -> Interval:
         """End the interval, which an asked-for step ends early, and return what it showed."""
-        moved = parts.applier.moved()
-        measured, rate = self.clock.end_interval(self.frozen), self._rate()
+        moved, rate = parts.applier.moved(), self._rate()
+        measured = self.clock.end_interval(self.frozen)
         views = self._together(lambda: (measured.loss, measured.num_bad_losses, rate, moved))
         losses = [loss for loss, *_ in views if loss is not None]
         loss, rate = (sum(losses) / len(losses) if losses else None), views[0][2]
         num_bad = sum(view[1] for view in views)
-        self._measure(replace(measured, loss=loss, num_bad_losses=num_bad), rate)
+        self._measure(replace(measured, loss=loss, num_bad_losses=num_bad, learning_rate=rate))
         if moved := sorted({name for view in views for name in view[3]}):
             what = "frozen parameters were changed by the training loop"
             raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
@@ -227,7 +227,7 @@ class Session:
             seconds=measured.iteration_wall_s,
         )
 
-    def _measure(self, measured: Measured, rate: float) -> None:
+    def _measure(self, measured: IntervalMeasured) -> None:
         """Journal an interval; what it compiled behind a change of depth is our overhead."""
         clock, compilation = self.clock, self.training.compilation
         is_ours = self._measured_depth not in (None, self.frozen)
@@ -235,9 +235,8 @@ class Session:
         compiled_s = 0.0 if compilation is None else compilation.look()
         if is_ours:
             clock.spend(compiled_s, compiled_s)
-        found = {"evaluation": clock.evaluation, "frozen": self.frozen, **asdict(measured)}
-        found |= clock.overhead(is_in_step=True)
-        self.recorder.write(IntervalMeasured(step=clock.step, learning_rate=rate, **found))
+        overhead: dict[str, Any] = clock.overhead(is_in_step=True)
+        self.recorder.write(replace(measured, **overhead))
         if clock.total_steps is not None and clock.step > clock.total_steps:
             self.recorder.decline(
                 "planning beyond the end of the run",
@@ -245,13 +244,13 @@ class Session:
                 "Pass the steps of the whole run, such as len(loader) * epochs",
             )
 
-    def _ask(self, interval: Interval, read: PlasticityRead | None = None) -> None:
+    def _ask(self, interval: Interval) -> None:
         """Ask the policy, and do what that of the first rank says or refuse it."""
         parts = self.parts
         if parts is None:  # a callback for events has closed the run
             return
         depth = self._together(lambda: _plain(parts.policy.observe(interval)))[0]
-        self._note_status(parts, read)
+        self._note_status(parts, interval.readings)
         if depth is None or depth.frozen == self.frozen:
             return
         left_s = self.clock.seconds_left
@@ -262,12 +261,13 @@ class Session:
         else:
             parts.applier.apply(depth, self.status.window)
 
-    def _note_status(self, parts: Parts, read: PlasticityRead | None) -> None:
-        """Journal what the policy says of itself: its stage, and what it concluded of a reading."""
+    def _note_status(self, parts: Parts, readings: Sequence[Reading]) -> None:
+        """Journal what the policy says of itself: its stage, and what it concluded of readings."""
         before, found = self.status, getattr(parts.policy, "status", None)
         self.status = found if isinstance(found, Status) else before
-        if read is not None and parts.evaluation is not None:
-            parts.evaluation.journal(read, self.status)
+        if parts.evaluation is not None:
+            for reading in readings:
+                parts.evaluation.journal(reading, self.status)
         if self.status.stage != before.stage:
             changed = {"stage": self.status.stage, "reason": self.status.reason}
             self.recorder.write(StageChanged(step=self.clock.step, **changed))
@@ -312,7 +312,7 @@ class Session:
         clock, module = self.clock, parts.policy.wants.plasticity_of
         if module is not None and interval.loss is not None:
             evaluation.request(clock.evaluation, module)
-            self._take_in_readings(parts, always=True)
+            self._take_in_readings(parts)
         if self.parts is not parts:
             return
         evaluation.refresh(clock.evaluation, parts.policy.wants)
@@ -320,24 +320,21 @@ class Session:
         clock.interval_steps = self._together(lambda: fitting)[0]
         evaluation.disarm()
 
-    def _take_in_readings(self, parts: Parts, *, always: bool = False) -> None:
+    def _take_in_readings(self, parts: Parts) -> None:
         """Give the policy the readings that have come; of several processes the first has them."""
         evaluation, clock = parts.evaluation, self.clock
-        if evaluation is None or not (always or evaluation.may_have_readings()):
+        if evaluation is None:
             return
-        for read in self._together(evaluation.take_finished)[0]:
+        for reading in self._together(evaluation.take_finished)[0]:
             if self.parts is not parts:
                 return
-            if read.module != parts.policy.wants.plasticity_of:
+            if reading.module != parts.policy.wants.plasticity_of:
                 late = "it came late: the layer module is no longer monitored, or not now"
-                evaluation.drop(read.evaluation, read.module, late)
+                evaluation.drop(reading.evaluation, reading.module, late)
                 continue
-            reading = Reading(evaluation=read.evaluation, module=read.module, value=read.value)
+            now = {"step": clock.step, "frozen": self.frozen}
             rate = self._together(self._rate)[0]
-            interval = Interval(
-                step=clock.step, frozen=self.frozen, learning_rate=rate, readings=(reading,)
-            )
-            self._ask(interval, read)
+            self._ask(Interval(**now, learning_rate=rate, readings=(reading,)))
 
     # --- resuming --------------------------------------------------------------------------------
 
