@@ -28,7 +28,8 @@ from egeria.model.batch import Batch
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
 from egeria.model.undisturbed import KEPT, capture, is_own_pass, keeps_outside, living, undisturbed
-from egeria.policy import Reading, Status, Wants
+from egeria.policy import Interval, Reading, Status, Wants
+from egeria.report.wording import plural
 from egeria.session.interval import Clock, Seconds
 from egeria.session.training import FreezingEndedError, Training
 
@@ -101,38 +102,47 @@ class Evaluation:
             part = max(1, clock.interval_steps // POLLS_PER_INTERVAL)
             self.due = min(self.due, clock.step + part - (clock.step - clock.began) % part)
 
-    def check(self) -> None:
-        """Raise FreezingEndedError if a pass of ours would leave something outside of the model."""
-        if self._keeps_outside:
-            raise FreezingEndedError(f"{KEPT}. Give a plan instead of the policy 'egeria'")
-
     def disarm(self) -> None:
         """Release the batch."""
         sweep(self.training.model, self)
         self._batch, self._is_armed = None, False
 
-    def request(self, evaluation: int, index: int) -> None:
-        """Request the plasticity of a layer module on the batch kept for it."""
-        if not self._is_armed or self._refreshed_at is None:
-            return
-        begin, module = Seconds.now(), self.cut.modules[index]
-        ticket, activation = Ticket(evaluation, index, module.tap), None
+    def request(self, interval: Interval, wants: Wants) -> None:
+        """Request the plasticity that the policy wants, on the batch kept for it.
+
+        Raises:
+            FreezingEndedError: a pass of ours would leave something outside of the model.
+        """
+        if self._keeps_outside:
+            raise FreezingEndedError(f"{KEPT}. Give a plan instead of the policy 'egeria'")
+        index, refreshed_at = wants.plasticity_of, self._refreshed_at
+        if interval.loss is None:
+            steps = plural(interval.num_steps, "step")
+            reason = f"the training loss was not finite for {steps}; nothing is judged meanwhile"
+            self.recorder.decline("freezing while the loss is not finite", reason)
+        elif index is not None and self._is_armed and refreshed_at is not None:
+            ticket = Ticket(self.clock.evaluation, index, self.cut.modules[index].tap)
+            self._request(ticket, self.clock.evaluation - refreshed_at)
+
+    def _request(self, ticket: Ticket, age: int) -> None:
+        begin, activation = Seconds.now(), None
         rows = None if self._batch is None else self._batch.first_rows(self._num_samples)
         reason = "the loop does not call the model in training mode"
         if rows is not None:
-            reason = f"layer module {module.name} gives no tensor to judge it by"
+            name = self.cut.modules[ticket.module].name
+            reason = f"layer module {name} gives no tensor to judge it by"
             try:
                 with undisturbed(self.training.model):
                     own = rows.first_rows(None)
-                    activation = capture(self.training.model, module.tap, own)
+                    activation = capture(self.training.model, ticket.tap, own)
             except Exception as error:  # not every first dimension is one of samples
                 reason = brief(error)
         if rows is None or activation is None:
             self._take_in([Answer(ticket, math.nan, reason)])
             return
         self.controller.submit(ticket, rows, activation)
-        spent, age = Seconds.now().since(begin), evaluation - self._refreshed_at
-        self._costs[evaluation] = {**spent._asdict(), "age": age}
+        spent = Seconds.now().since(begin)
+        self._costs[ticket.evaluation] = {**spent._asdict(), "age": age}
         if self.clock.iteration_s > 0:
             self._budget.note_evaluation(spent.wall_s / self.clock.iteration_s)
 
@@ -157,30 +167,35 @@ class Evaluation:
         which = {"step": self.recorder.step, "evaluation": evaluation, "module": module}
         self.recorder.write(ReadingDropped(**which, reason=reason))
 
-    def refresh(self, evaluation: int, wants: Wants) -> None:
-        """Bring the reference model up to date with the training weights, where that is due."""
-        is_first = self._refreshed_at is None
-        is_due = wants.refresh or self._is_behind or is_first
-        if not is_due or wants.plasticity_of is None:
-            return
+    def refresh(self, wants: Wants) -> int:
+        """Take over the weights into the reference model, where that is due; release the batch.
+
+        Returns:
+            The steps of an interval that keep evaluations within their budget.
+        """
+        before = self.clock.interval_steps
+        is_due = wants.refresh or self._is_behind or self._refreshed_at is None
+        if is_due and wants.plasticity_of is not None:
+            self._refresh()
+        self.disarm()
+        after, reason = self._budget.review(before) or (before, "")
+        if after != before:
+            step = self.recorder.step
+            changed = IntervalChanged(step=step, before=before, after=after, reason=reason)
+            self.recorder.write(changed)
+        return after
+
+    def _refresh(self) -> None:
         begin = Seconds.now()
         rows = None if self._batch is None else self._batch.first_rows(self._num_samples)
         self._is_behind = not self.controller.refresh(self.training.model, rows)
         if self._is_behind:
             return
-        self._refreshed_at, self._refresh_cost = evaluation, Seconds.now().since(begin)
+        is_first, self._refreshed_at = self._refreshed_at is None, self.clock.evaluation
+        self._refresh_cost = Seconds.now().since(begin)
         self._take_in(self.controller.poll())
         if not is_first and self.clock.iteration_s > 0:
             self._budget.note_refresh(self._refresh_cost.wall_s / self.clock.iteration_s)
-
-    def fit_interval(self, interval_steps: int) -> int:
-        """Return the `n` that keeps evaluations within their budget."""
-        step, before = self.recorder.step, interval_steps
-        after, reason = self._budget.review(before) or (before, "")
-        if after != before:
-            changed = IntervalChanged(step=step, before=before, after=after, reason=reason)
-            self.recorder.write(changed)
-        return after
 
     def close(self, *, for_good: bool = True) -> None:
         """Release everything held; a given controller only where the run ends."""

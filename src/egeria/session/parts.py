@@ -13,6 +13,7 @@ from egeria.model.cut import Cut
 from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
+from egeria.session.interval import Clock
 from egeria.session.training import Training
 
 if TYPE_CHECKING:
@@ -43,6 +44,33 @@ class Parts:
         skipped = self.plan.skipped_share(backward_shares([m.share for m in modules], trained))
         plan, reason, step = str(self.plan), self.plan.reason, recorder.step
         recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
+
+    def make_evaluation(self, clock: Clock) -> Evaluation:
+        """Make what reads plasticity; only a run that needs it imports it."""
+        from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
+
+        self.evaluation = make_evaluation(self.training, self.cut, clock)
+        return self.evaluation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `make_parts` and `restore` need in a resumed run."""
+        return {
+            "cut": self.cut.to_dict(),
+            "parameters": list(self.training.named()),
+            "cut_by": asdict(self.training.config.modules),
+            "policy": self.policy.state_dict(),
+            "plan_reason": self.plan.reason if self.plan else "",
+            "frozen": self.applier.depth,
+            "detaches": self.applier.detaches,
+            "evaluator": self.evaluation.state_dict() if self.evaluation else None,
+        }
+
+    def restore(self, engine: Mapping[str, Any], clock: Clock) -> None:
+        """Freeze what a saved state had frozen, and read plasticity as its run did."""
+        if engine["evaluator"] is not None:
+            self.make_evaluation(clock).load_state_dict(engine["evaluator"])
+        self.applier.detaches = engine["detaches"]
+        self.applier.restore(engine["frozen"])
 
 
 def make_parts(

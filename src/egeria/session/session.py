@@ -34,7 +34,6 @@ from egeria.policy import (
     Wants,
     first_stage,
 )
-from egeria.report.wording import plural
 from egeria.session.interval import Clock, Seconds
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import Skipping, begin_skipping
@@ -214,10 +213,6 @@ class Session:
         if moved := sorted({name for view in views for name in view[3]}):
             what = "frozen parameters were changed by the training loop"
             raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
-        if loss is None and parts.evaluation is not None:
-            found = f"the training loss was not finite for {plural(num_bad, 'step')}"
-            reason = f"{found}; nothing is judged meanwhile"
-            self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval(
             step=self.clock.step,
             frozen=self.frozen,
@@ -297,32 +292,21 @@ class Session:
         """Prepare the next evaluation, if there is to be one."""
         wanted = parts.policy.wants.plasticity_of
         if parts.evaluation is None and (wanted is not None or self.status.stage == BOOTSTRAPPING):
-            parts.evaluation = self._make_evaluation(parts.cut)
+            parts.make_evaluation(self.clock)
         if parts.evaluation is not None:
             parts.evaluation.prepare(wanted)
 
-    def _make_evaluation(self, cut: Cut) -> Evaluation:
-        from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
-
-        return make_evaluation(self.training, cut, self.clock)
-
     def _evaluate(self, parts: Parts, evaluation: Evaluation, interval: Interval) -> None:
         """Have the plasticity read that the policy wants, and refresh the reference where due."""
-        evaluation.check()
-        clock, module = self.clock, parts.policy.wants.plasticity_of
-        if module is not None and interval.loss is not None:
-            evaluation.request(clock.evaluation, module)
-            self._take_in_readings(parts)
-        if self.parts is not parts:
-            return
-        evaluation.refresh(clock.evaluation, parts.policy.wants)
-        fitting = evaluation.fit_interval(clock.interval_steps)
-        clock.interval_steps = self._together(lambda: fitting)[0]
-        evaluation.disarm()
+        evaluation.request(interval, parts.policy.wants)
+        self._take_in_readings(parts)
+        if self.parts is parts:
+            fitting = self._together(lambda: evaluation.refresh(parts.policy.wants))
+            self.clock.interval_steps = fitting[0]
 
     def _take_in_readings(self, parts: Parts) -> None:
         """Give the policy the readings that have come; of several processes the first has them."""
-        evaluation, clock = parts.evaluation, self.clock
+        evaluation = parts.evaluation
         if evaluation is None:
             return
         for reading in self._together(evaluation.take_finished)[0]:
@@ -332,7 +316,7 @@ class Session:
                 late = "it came late: the layer module is no longer monitored, or not now"
                 evaluation.drop(reading.evaluation, reading.module, late)
                 continue
-            now = {"step": clock.step, "frozen": self.frozen}
+            now = {"step": self.clock.step, "frozen": self.frozen}
             rate = self._together(self._rate)[0]
             self._ask(Interval(**now, learning_rate=rate, readings=(reading,)))
 
@@ -340,20 +324,8 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides, as plain data and tensors."""
-        parts, engine = self.parts, None
-        if parts is not None:
-            engine = {
-                "cut": parts.cut.to_dict(),
-                "parameters": list(self.training.named()),
-                "cut_by": asdict(self.training.config.modules),
-                "policy": parts.policy.state_dict(),
-                "frozen": parts.applier.depth,
-                "asked": self._asked,
-                "detaches": parts.applier.detaches,
-                "epoch_steps": self._epoch_steps,
-                "plan_reason": self.plan.reason if self.plan else "",
-                "evaluator": parts.evaluation.state_dict() if parts.evaluation else None,
-            }
+        asked = {"asked": self._asked, "epoch_steps": self._epoch_steps}
+        engine = {**self.parts.state_dict(), **asked} if self.parts else None
         return {
             "clock": self.clock.state_dict(),
             "steps": {"has_stepped": self.steps.has_stepped},
@@ -391,11 +363,7 @@ class Session:
             self._first.close()
             self._first = None
         if engine is not None:
-            if engine["evaluator"] is not None:
-                parts.evaluation = self._make_evaluation(parts.cut)
-                parts.evaluation.load_state_dict(engine["evaluator"])
-            parts.applier.detaches = engine["detaches"]
-            parts.applier.restore(engine["frozen"])
+            parts.restore(engine, self.clock)
             self._look_ahead(parts)
             self._follow_boundary(parts.policy.wants)
         if self._asked < 0 or parts.policy.wants.next_step(self._asked) <= self.clock.step:
