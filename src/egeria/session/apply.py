@@ -16,7 +16,7 @@ from egeria.model.group import find_pieces
 from egeria.model.hooks import Hook, sweep
 from egeria.model.undisturbed import is_own_pass
 from egeria.policy import Depth
-from egeria.session.training import Training
+from egeria.session.training import FreezingEndedError, Training
 
 BACKWARD_SHARE = 2 / 3
 """Of an iteration: the backward pass has two multiplications where the forward pass has one."""
@@ -113,11 +113,13 @@ class Applier:
             self.set_depth(self._told)
         self._tell("a change was interrupted")
 
-    def moved(self) -> list[str]:
-        """Return the names of frozen parameters that somebody has changed."""
+    def check_unmoved(self) -> None:
+        """Raise FreezingEndedError where somebody has changed frozen parameters."""
         if self._is_sharded:
             fsdp2.reshard(self._model)
-        return self.freezer.moved()
+        if moved := self.freezer.moved():
+            what = "frozen parameters were changed by the training loop"
+            raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
 
     def check_ranks(self) -> None:
         """Raise LostError where not all processes of a job take part in an exchange."""

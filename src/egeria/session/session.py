@@ -19,7 +19,6 @@ from torch import Tensor
 
 from egeria.distributed import ddp
 from egeria.distributed.ranks import LostError, RankError, together, world_size
-from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.events import DepthRefused, IntervalMeasured, StageChanged
 from egeria.model.cut import Cut, LayerModule
@@ -36,9 +35,9 @@ from egeria.policy import (
 )
 from egeria.session.interval import Clock, Seconds
 from egeria.session.parts import Parts, make_parts, run_started
-from egeria.session.skipping import Skipping, begin_skipping
+from egeria.session.skipping import Skipping, begin_skipping, steps_until_move
 from egeria.session.steps import NO_STEP, NO_STEPS, Steps
-from egeria.session.training import FirstStep, FreezingEndedError, Training
+from egeria.session.training import FreezingEndedError, Training, begin_watch
 
 if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
@@ -74,22 +73,14 @@ class Session:
         """The step up to which the policy was asked; -1 before the first question."""
         self._due: float = self.clock.ends
         self._measured_depth: int | None = None
-        self._first: FirstStep | None = None
         self._skipping: Skipping | None = None
-        refusal = reason_to_decline(training.given, training.optimizers)
-        if not refusal:
-            try:
-                self._first = FirstStep(training)
-            except UnsupportedModelError as error:
-                if training.config.modules.pattern is not None:
-                    raise ConfigError(str(error)) from error
-                refusal = str(error)
-        if self._first is not None:
-            self._skipping = begin_skipping(training, self.clock.spend)
-            self._first.open()
+        self._first, refusal = begin_watch(training)
         self.steps.open()
-        if refusal:
+        if self._first is None:
             self._end(refusal)
+            return
+        self._skipping = begin_skipping(training, self.clock.spend)
+        self._first.open()
 
     @property
     def frozen(self) -> int:
@@ -203,16 +194,13 @@ class Session:
 
     def _end_interval(self, parts: Parts, ends: bool) -> Interval:
         """End the interval, which an asked-for step ends early, and return what it showed."""
-        moved, rate = parts.applier.moved(), self._rate()
-        measured = self.clock.end_interval(self.frozen)
-        views = self._together(lambda: (measured.loss, measured.num_bad_losses, rate, moved))
+        measured, rate = self.clock.end_interval(self.frozen), self._rate()
+        views = self._together(lambda: (measured.loss, measured.num_bad_losses, rate))
         losses = [loss for loss, *_ in views if loss is not None]
         loss, rate = (sum(losses) / len(losses) if losses else None), views[0][2]
         num_bad = sum(view[1] for view in views)
         self._measure(replace(measured, loss=loss, num_bad_losses=num_bad, learning_rate=rate))
-        if moved := sorted({name for view in views for name in view[3]}):
-            what = "frozen parameters were changed by the training loop"
-            raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
+        self._together(parts.applier.check_unmoved)
         return Interval(
             step=self.clock.step,
             frozen=self.frozen,
@@ -278,13 +266,9 @@ class Session:
 
     def _follow_boundary(self, wants: Wants) -> None:
         """Move the boundary of the cache to the depth that is frozen now."""
-        if self._skipping is None:
-            return
-        clock, moves = self.clock, wants.next_step(self.clock.step)
-        if wants.interval_steps is not None and wants.plasticity_of is not None:
-            moves = clock.step + (2 * max(1, self.status.window) - 1) * clock.interval_steps
-        steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
-        self._skipping.follow(self.modules[: self.frozen], steps, self._epoch_steps)
+        if self._skipping is not None:
+            steps = steps_until_move(self.clock, wants, self.status)
+            self._skipping.follow(self.modules[: self.frozen], steps, self._epoch_steps)
 
     # --- evaluations, for a policy that wants plasticity -----------------------------------------
 

@@ -14,7 +14,9 @@ from egeria.cache.rows import remove_left_files
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import exchange, world_size
 from egeria.model.cut import LayerModule
+from egeria.policy import Status, Wants
 from egeria.session.checks import length_of
+from egeria.session.interval import Clock
 from egeria.session.training import Training
 
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
@@ -86,6 +88,14 @@ def begin_skipping(training: Training, spend: Callable[[float, float], None]) ->
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     return Skipping(cache, _refusal(training, is_dealt_once))
+
+
+def steps_until_move(clock: Clock, wants: Wants, status: Status) -> float:
+    """Return for how many steps a boundary stays; infinity where nobody knows."""
+    moves = wants.next_step(clock.step)
+    if wants.interval_steps is not None and wants.plasticity_of is not None:
+        moves = clock.step + (2 * max(1, status.window) - 1) * clock.interval_steps
+    return max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
 
 
 def _num_local() -> int:

@@ -13,8 +13,8 @@ from torch import nn
 from egeria.config import Config
 from egeria.distributed import ddp, fsdp2
 from egeria.distributed.ranks import is_initialized, together, world_size
-from egeria.distributed.refuse import IN_BACKWARD
-from egeria.errors import StateError, UnsupportedModelError
+from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
+from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.journal import Recorder
 from egeria.model.compile import Compilation
 from egeria.model.cut import Cut, LayerModule, make_modules, read_graph
@@ -200,3 +200,19 @@ class FirstStep:
 
     def _look_for_wrapper(self, model: nn.Module, *_: Any) -> None:
         self.wrapper = self.wrapper or ddp.find_wrapper(model)
+
+
+def begin_watch(training: Training) -> tuple[FirstStep | None, str]:
+    """Return what watches a training until its first update; None with the reason if declined.
+
+    Raises:
+        ConfigError: `modules.pattern` matches nothing in the model.
+    """
+    if refusal := reason_to_decline(training.given, training.optimizers):
+        return None, refusal
+    try:
+        return FirstStep(training), ""
+    except UnsupportedModelError as error:
+        if training.config.modules.pattern is not None:
+            raise ConfigError(str(error)) from error
+        return None, str(error)
