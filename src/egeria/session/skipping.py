@@ -35,27 +35,23 @@ class Skipping:
     """Tells the cache where the boundary is, and for how many epochs it stays there."""
 
     def __init__(self, cache: Cache, reason: str) -> None:
-        self._cache, self._reason, self._depth = cache, reason, 0
+        self._cache, self._reason = cache, reason
 
     def follow(
         self, frozen: Sequence[LayerModule], steps_ahead: float, epoch_steps: int | None
     ) -> None:
-        """Move the boundary of the cache if layers were frozen or thawed since the last call.
+        """Move the boundary of the cache: layers were frozen or thawed.
 
         Args:
             frozen: the frozen layer modules, front to back.
             steps_ahead: for how many steps the boundary stays; infinity where that is not known.
             epoch_steps: of an epoch; None where that is not known.
         """
-        if len(frozen) == self._depth:
-            return
-        self._depth = len(frozen)
-        is_known = epoch_steps and steps_ahead < math.inf
-        if not self._reason:
-            epochs = steps_ahead / epoch_steps if is_known and epoch_steps else None
-            self._cache.follow(tuple(frozen), epochs)
-        elif frozen:
+        if self._reason and frozen:
             self._cache.refuse(frozen[-1].name, self._reason)
+        else:
+            epochs = steps_ahead / epoch_steps if epoch_steps and steps_ahead < math.inf else None
+            self._cache.follow(tuple(frozen), epochs)
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""

@@ -18,7 +18,7 @@ from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.journal import Recorder
 from egeria.model.compile import Compilation
 from egeria.model.cut import Cut, LayerModule, make_modules, read_graph
-from egeria.model.group import find_pieces
+from egeria.model.group import find_pieces, parent_of
 from egeria.model.hooks import Hook, sweep
 from egeria.model.pretrained import settings_of_cut
 from egeria.model.watch import Watch
@@ -175,6 +175,7 @@ class FirstStep:
         views = together(lambda: (ran, self._seen))
         order = [name for name in views[0][0] if all(name in view[0] for view in views)]
         seen = set.intersection(*(view[1] for view in views))
+        self._decline_dropped(order)
         given = asdict(training.config.modules)
         settings = settings_of_cut(given, is_pretrained=training.is_pretrained)
 
@@ -197,6 +198,17 @@ class FirstStep:
         if reason := next(filter(None, (reason for reason, _ in found)), ""):
             raise FreezingEndedError(reason)
         return cut, found[0][1]
+
+    def _decline_dropped(self, order: Sequence[str]) -> None:
+        """Name blocks that did not run, although others beside them did, as under LayerDrop."""
+        blocks = [piece for piece in self._pieces if piece.role == "block"]
+        kinds = {piece.name: (parent_of(piece.name), type(piece.module)) for piece in blocks}
+        ran = {kind for name, kind in kinds.items() if name in order}
+        if dropped := [name for name in kinds if name not in order and kinds[name] in ran]:
+            self._training.recorder.decline(
+                f"freezing {', '.join(dropped)}",
+                "it did not run in the first step: the backward pass goes on as far as to it",
+            )
 
     def _look_for_wrapper(self, model: nn.Module, *_: Any) -> None:
         self.wrapper = self.wrapper or ddp.find_wrapper(model)
