@@ -240,6 +240,6 @@ def test_processes_agree_on_a_policy_wherever_it_lies_in_their_memory(theirs, ag
     monkeypatch.setattr(checks, "together", lambda work: told.append(work()) or told)
     for rank, scale in enumerate((2.0, theirs)):
         config = Config.from_dict({"policy": {"name": policy_of(scale)}})
-        apart = pytest.raises(ConfigError, match="attach with the same settings; rank 1 has others than rank 0")
+        apart = pytest.raises(ConfigError, match="the same total_steps and settings; rank 1 has others than rank 0")
         with nullcontext() if agrees or not rank else apart:
             checks.agree_on_the_run(config, 9)

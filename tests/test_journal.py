@@ -59,8 +59,6 @@ EXAMPLES = [
     events.ModuleFrozen(step=30, module=0, name="stem", frozen=1, reason="stationary", parameter_share=0.5),
     events.Thawed(step=40, frozen_before=1, reason="the rate fell", window=2),
     events.DepthRefused(step=40, asked=2, reason="it would save 1 s, and compiling took 2 s"),
-    events.Recompiled(step=40, wall_s=2.0, by_freezing=True),
-    events.Rewrapped(step=40, wall_s=0.003, reduced_bytes=1024),
     events.ReferenceRefreshed(step=40, evaluation=4, builder="fp32 snapshot", wall_s=0.1, cpu_s=0.1),
     events.Declined(step=41, what="the cache", reason="none"),
     events.FaultCaught(step=42, where="reading", error="ValueError: no", count=1),

@@ -68,7 +68,7 @@ def make_piece(directory: Path, policy: Policy, clock: list[float], stop: float 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_run_in_pieces_comes_to_what_one_comes_to_that_never_stopped(name, tmp_path, clock, monkeypatch):
     # How long `n` is depends on how long things take; here the steps at which anything happens are to be the same.
-    monkeypatch.setattr("egeria.session.budget.Budget.review", lambda *_: None)
+    monkeypatch.setattr("egeria.session.evaluation.Budget.review", lambda *_: None)
     whole = new_training()
     left: list[Path] = []
     train(whole, POLICIES[name], tmp_path / "whole", CPU, lambda *_: left.extend(tmp_path.rglob("checkpoint*")))

@@ -399,15 +399,16 @@ class Graph(nn.Module):
         return nodes
 
 
-def test_a_batch_that_cannot_be_cut_is_read_whole(tmp_path):
+def test_a_model_that_cannot_run_on_a_part_of_its_batch_is_not_judged(tmp_path):
     torch.manual_seed(0)
     model = Graph(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {**FAST, "plasticity": {**FAST["plasticity"], "num_samples": 4}}
-    with attach(model, optimizer, config=config, directory=tmp_path) as run:
+    with attach(model, optimizer, config=config, directory=tmp_path) as run, pytest.warns(EgeriaWarning):
         train(run, model, optimizer, 12)
-    kinds = [event.kind for event in read_journal(tmp_path)]
-    assert kinds.count("plasticity") == 4 and "reading_dropped" not in kinds
+    (declined,) = read_journal(tmp_path).of(Declined)
+    assert declined.what == "freezing" and "RuntimeError: mat1 and mat2" in declined.reason
+    assert not read_journal(tmp_path).of(FaultCaught)
 
 
 def test_all_that_egeria_does_is_counted_as_overhead(tmp_path):

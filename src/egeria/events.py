@@ -236,25 +236,6 @@ class CacheUsed(Event, kind="cache_used"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recompiled(Event, kind="recompiled"):
-    """The model was compiled since the step before."""
-
-    wall_s: float
-    by_freezing: bool
-    """Whether layers had been frozen or thawed, so that the seconds count as egeria's."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rewrapped(Event, kind="rewrapped"):
-    """The processes reduce other gradients from here on."""
-
-    wall_s: float
-    """Seconds that rebuilding the communication buffers took."""
-    reduced_bytes: int
-    """Of the parameters whose gradients are reduced now."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Declined(Event, kind="declined"):
     """The library chose not to act, and why; training continues without that part."""
 

@@ -94,7 +94,7 @@ class ControllerConfig(SettingsGroup):
     """Who evaluates, and what it may cost (paper §4.1.2)."""
 
     kind: str = setting("auto", choice("auto", "process", "inline"))
-    """'process', 'inline', or 'auto': a process with an accelerator or two spare cores."""
+    """'process', 'inline', or 'auto': a process where training is on an accelerator."""
     budget_share: float = setting(0.0075, POSITIVE)
     """Share of the training process's time for evaluations, above which `n` grows. Ours."""
     load_limit: float = setting(0.5, SHARE)

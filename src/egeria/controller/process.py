@@ -10,7 +10,6 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +33,7 @@ from egeria.random_state import RandomState
 
 START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine
 NUM_SNAPSHOTS, QUEUE_LENGTH = 2, 4  # one snapshot is worked from, and one is on its way
-SPARE_CORES = 2
 PATIENT_SHARE = 12  # of the timeout that an evaluation waits for processors that are busy
-# Seconds of training left from which the process is started where that is not asked for: the start
-# takes 2 to 4 s of CPU time, and may take 0.5 % of what is left.
-REPAID_S = 600.0
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
 # accelerator, with the memory a context takes on it, belongs to the training alone.
@@ -59,25 +54,17 @@ class ProcessController(Controller):
 
     It is started with the first snapshot. Where it cannot be started, dies, hangs or refuses, what
     it has not answered is evaluated in the training process, and so is everything from there on,
-    with the same readings. So it is where the rest of the run is too short to repay its start.
+    with the same readings. So it is in a run that was saved with its evaluations there.
 
     Args:
         plan: how to evaluate.
         timeout_s: seconds without an answer after which the process is given up.
         load_limit: load of the processors above which it waits, a twelfth of the timeout at most;
             1 never waits.
-        seconds_left: returns how long the training still takes; None is long enough.
     """
 
-    def __init__(
-        self,
-        plan: EvaluationPlan,
-        timeout_s: float,
-        load_limit: float = 1.0,
-        seconds_left: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        self._plan, self._timeout_s, self._seconds_left = plan, timeout_s, seconds_left
-        self._load_limit = load_limit
+    def __init__(self, plan: EvaluationPlan, timeout_s: float, load_limit: float = 1.0) -> None:
+        self._plan, self._timeout_s, self._load_limit = plan, timeout_s, load_limit
         # Of snapshots, of evaluations, and of what the process prints. They have no names.
         self._files = [os.memfd_create("egeria") for _ in range(NUM_SNAPSHOTS + QUEUE_LENGTH + 1)]
         self._held = contextlib.ExitStack()
@@ -98,8 +85,9 @@ class ProcessController(Controller):
         return self._inline is None
 
     def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
-        """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
-        if self._inline is None and (reason := self._reason_to_stay(state)):
+        """Send the weights as they are now, if there is room."""
+        if self._inline is None and state is not None and "reference" in state:
+            reason = "the run was saved with its evaluations in the training process"
             self._reports.append(ControllerChosen(step=0, controller="inline", reason=reason))
             self._go_on(InlineController(self._plan))
         if self._inline is None and state is None:
@@ -141,18 +129,6 @@ class ProcessController(Controller):
     def state_dict(self) -> dict[str, Any]:
         """Return nothing while the process has the reference: a resumed run begins with another."""
         return self._inline.state_dict() if self._inline else {}
-
-    def _reason_to_stay(self, state: State | None) -> str:
-        """Return why no process is started."""
-        if self._child is not None:
-            return ""
-        if state is not None:
-            saved = "the run was saved with its evaluations in the training process"
-            return saved if "reference" in state else ""
-        left_s = self._seconds_left()
-        if left_s is None or left_s >= REPAID_S:
-            return ""
-        return f"to start a process takes seconds of CPU time, and about {left_s:.0f} s are left"
 
     def _send(self, content: Any, files: range, ticket: Ticket | None = None) -> bool:
         """Copy something into one of the files, and tell the process; False if all are in use."""
@@ -253,19 +229,11 @@ def _end(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
 
 
 class ControllerChoice(NamedTuple):
-    """Which controller it is, and why.
-
-    Attributes:
-        kind: 'process' or 'inline'.
-        device: where the reference runs: 'cpu', or such as 'cuda:1'.
-        reason: for it.
-        must_repay: whether a process is started only where the rest of the run repays that.
-    """
+    """Which controller it is, 'process' or 'inline'; where the reference runs; and why."""
 
     kind: str
-    device: str
+    device: str  # 'cpu', or such as 'cuda:1'
     reason: str
-    must_repay: bool = False
 
 
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:
@@ -279,8 +247,8 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
     """
     devices = (parameter.device for parameter in model.parameters())
     accelerator = next((str(found) for found in devices if found.type == "cuda"), "")
-    cores, spare = usable_cores(), spare_cores(loader)
-    found = f"{cores:g} cores can be used and {max(spare, 0):g} of them are spare"
+    spare = spare_cores(loader)
+    found = f"{usable_cores():g} cores can be used and {max(spare, 0):g} of them are spare"
     if device == "cuda" and not accelerator:
         found += "; reference.device is 'cuda', but the model is not on one"
     is_beside = device == "cuda" or (device == "auto" and kind != "process" and spare < 1)
@@ -293,9 +261,7 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
         return ControllerChoice(kind, "cpu", f"set in controller.kind; {found}")
     if accelerator:
         return ControllerChoice("process", "cpu", f"training is on an accelerator; {found}")
-    is_apart = spare >= SPARE_CORES
-    kind = "process" if is_apart else "inline"
-    return ControllerChoice(kind, "cpu", f"training is on the CPU, {found}", must_repay=is_apart)
+    return ControllerChoice("inline", "cpu", f"training is on the CPU; {found}")
 
 
 def spare_cores(loader: Any = None) -> float:

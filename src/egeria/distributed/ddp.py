@@ -71,6 +71,9 @@ def refuse(wrapper: DistributedDataParallel | None) -> str | None:
         "a built-in communication hook cannot be registered again. Use register_comm_hook with its "
         "twin of torch.distributed.algorithms.ddp_comm_hooks.default_hooks": is_built_in,
         "the wrapper is over some processes of the job only. Build it over all": is_partial,
+        "PowerSGD keeps errors by bucket, and buckets change with what is frozen. Leave it out": (
+            any(hasattr(state, "start_powerSGD_iter") for _, state in held._comm_hooks)
+        ),
         JOINED: held._join_config.enable,
     }
     return next((reason for reason, applies in refused.items() if applies), None)
@@ -100,15 +103,5 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
     held._has_rebuilt_buckets = False
     held._ddp_init_helper(parameters, expects_sparse, names, held.static_graph)
     for hook, state in held._comm_hooks:  # the list stays whole, also if we are interrupted
-        _forget_buckets(state)
         held.logger._set_comm_hook_name(hook.__qualname__)
         torch_distributed._register_comm_hook(held.reducer, state, hook)
-
-
-def _forget_buckets(state: Any) -> None:
-    """Start PowerSGD again: it keeps errors and factors by bucket."""
-    if hasattr(state, "start_powerSGD_iter"):
-        for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
-            getattr(state, name).clear()
-        # Nothing is compressed in two iterations, since buckets are ordered after the first.
-        state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + 2)

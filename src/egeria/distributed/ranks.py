@@ -45,28 +45,23 @@ def exchange(value: Any) -> list[Any]:
     return values
 
 
-def together(work: Callable[[], T], *, pending: Exception | None = None) -> list[T]:
+def together(work: Callable[[], T]) -> list[T]:
     """Do something on every rank and return the results of all, by rank.
 
     Args:
         work: what to do. Its result can be pickled.
-        pending: a fault that this rank had before: nothing is done, and it is raised on all.
 
     Raises:
         RankError: it failed on one of several ranks. A process that is alone raises its own fault.
         LostError: a rank did not answer within the timeout of the process group.
     """
-    fault, answer = pending, b""
+    if world_size() == 1:
+        return [work()]
+    fault, answer = None, b""
     try:
-        if fault is None:
-            result = work()
-            if world_size() == 1:
-                return [result]
-            answer = pickle.dumps(result)  # here, where a failure still reaches the other ranks
+        answer = pickle.dumps(work())  # here, where a failure still reaches the other ranks
     except Exception as error:
         fault = error
-    if fault is not None and world_size() == 1:
-        raise fault
     answers = exchange((answer, None if fault is None else brief(fault)))
     faults = [f"rank {index}: {text}" for index, (_, text) in enumerate(answers) if text]
     if faults:

@@ -71,11 +71,18 @@ def _calls_step(hook: Any) -> bool:
     return "step" in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
+def has_hooks(optimizer: Any) -> bool:
+    """Return whether an optimizer tells when it steps, as those of torch do."""
+    return hasattr(optimizer, "register_step_post_hook")
+
+
 def _refuse_optimizers(optimizers: list[Any]) -> str | None:
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         return "LBFGS moves parameters by its history, also those without a gradient"
     if any(getattr(optimizer, "_overlap_with_ddp", False) for optimizer in optimizers):
         return "overlap_with_ddp=True steps by buckets that are made once. Leave it out"
+    if not all(map(has_hooks, optimizers)):
+        return "one of the optimizers has no step hooks. Derive it from torch.optim.Optimizer"
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if any(group.get("lr") is None for group in groups):
         return "lr of the optimizer is None. Give it one (Adafactor: relative_step=False, lr=...)"

@@ -76,16 +76,12 @@ def build(
     Raises:
         Exception: of any type: it cannot be had in this format.
     """
-    if name == "fp32":
+    if name != "int8":
         return Format(name=name, builder=name, model=snapshot)
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in snapshot.parameters()):
         raise ValueError("not all weights are float32")
     with kept_random_state(snapshot), torch.no_grad():
         model = deepcopy(snapshot)
-        if name == "bf16":
-            for module in _layers(model, (*_CONVOLUTIONS, nn.Linear)).values():
-                module.bfloat16()
-            return Format(name=name, builder=name, model=model)
         with kernels():
             if len(_layers(model, _CONVOLUTIONS)) < len(_layers(model, (nn.Linear,))):
                 return _dynamic(model)
@@ -171,17 +167,13 @@ def _toolkit() -> Any:
 @contextmanager
 def kernels() -> Iterator[None]:
     """Use our int8 kernels for the block, whatever engine the user chose, and in silence."""
-    backend, graphs, filters = cast(Any, (torch.backends.quantized, fx.config, warnings.filters))
+    backend, graphs = cast(Any, (torch.backends.quantized, fx.config))
     before = backend.engine, graphs.do_not_emit_stack_traces
-    # torch warns that they are deprecated. After `warnings.catch_warnings` Python forgets what it
-    # has shown, and a user's code would warn again.
-    ignore = ("ignore", None, Warning, None, 0)
-    filters.insert(0, ignore)
     # Where each node of a graph comes from is not looked up: that imports the compiler.
     backend.engine, graphs.do_not_emit_stack_traces = _ENGINE, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that they are deprecated
+            yield
     finally:
         backend.engine, graphs.do_not_emit_stack_traces = before
-        with suppress(ValueError):  # the block itself may have reset all filters
-            filters.remove(ignore)

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class Reference:
 
     At the first refresh with a batch 'auto' builds and times every format once on it; a given one
     is built whatever its speed. A format is exact enough while its SP loss to the float32 snapshot
-    is at most `fidelity_share` of the plasticity, which each refresh checks. What fails is not
-    tried again: the next one follows, at last float32, the snapshot itself.
+    is at most `fidelity_share` of the plasticity, which each refresh checks. Where it fails, then
+    or later, float32 takes its place for good, the snapshot itself.
 
     Args:
         taps: submodules whose activations will be asked for.
@@ -53,12 +54,12 @@ class Reference:
         fidelity_share: float = FIDELITY_SHARE,
     ) -> None:
         self._taps, self._device = tuple(taps), torch.device(device)
-        self._fidelity_share, self._is_timed = fidelity_share, precision == "auto"
+        self._fidelity_share = fidelity_share
         names = ["int8", "bf16", "fp32"] if precision == "auto" else [precision, "fp32"]
         if self._device.type != "cpu":
             names = [name.replace("int8", "bf16") for name in names]
-        # The formats that are left; the first is taken, once they are in order.
-        self._names, self._is_chosen = list(dict.fromkeys(names)), False
+        # The formats that may be taken; the one that was, alone, once it was chosen.
+        self._names, self._is_timed = list(dict.fromkeys(names)), precision == "auto"
         self._snapshot: nn.Module | None = None
         self._format: Format | None = None
         self._events: list[RungTaken] = []
@@ -96,18 +97,21 @@ class Reference:
             ReferenceModelError: the model cannot be copied.
         """
         self._snapshot, known = take_snapshot(model, self._device), plasticity or {}
-        batch = None if batch is None else self._here(batch).first_rows(_MOST_ROWS)
-        taps = [tap for tap in self._taps if tap in known or not self._is_chosen]
-        exact, reason = dict[str, Tensor](), "there is no batch to try other formats on"
-        if batch is not None and taps and len(self._names) > 1:
+        is_chosen, exact = len(self._names) == 1, self._build("fp32")
+        compared = [] if self._names == ["fp32"] else self._taps
+        taps = [tap for tap in compared if tap in known or not is_chosen]
+        found, reason = dict[str, Tensor](), "there is no batch to try other formats on"
+        if batch is not None:
+            batch = self._here(batch).first_rows(_MOST_ROWS)
             try:
-                exact = self._build("fp32", None).read(taps, with_autocast(batch, False))
+                found = exact.read(taps, with_autocast(batch, False)) if taps else {}
             except Exception as error:
                 batch, reason = None, f"the batch cannot be run in float32: {brief(error)}"
-        if batch is None and not self._is_chosen:
-            self._take(self._build("fp32", None), reason)
+        if batch is None and not is_chosen:
+            self._take(exact, reason)
             return
-        self._choose(batch, {tap: (exact[tap], known.get(tap, _EARLY_PLASTICITY)) for tap in exact})
+        expected = {tap: (found[tap], known.get(tap, _EARLY_PLASTICITY)) for tap in found}
+        self._choose(exact, batch, expected)
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
         """Return the output [B, ...] of submodule `tap` in float32, None if it gives no tensor.
@@ -123,9 +127,9 @@ class Reference:
         try:
             return self._format.read([tap], batch).get(tap)
         except Exception as error:
-            exact = self._build("fp32", None)
+            exact = self._build("fp32")
             found = exact.read([tap], batch)  # what fails here too is no fault of the format
-            self._give_up(exact, f"{self.precision} failed at {tap}: {brief(error)}")
+            self._settle(exact, f"{self.precision} failed at {tap}: {brief(error)}")
             return found.get(tap)
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +139,6 @@ class Reference:
         return {
             "tensors": [tensor.detach().clone() for tensor in _tensors_of(self._snapshot)],
             "names": list(self._names),
-            "is_chosen": self._is_chosen,
             "precision": self.precision,
             "ranges": self._format.ranges,
         }
@@ -154,66 +157,59 @@ class Reference:
         with torch.no_grad():
             for tensor, saved in zip(_tensors_of(self._snapshot), state["tensors"], strict=True):
                 tensor.copy_(saved)
-        self._names, self._is_chosen = list(state["names"]), bool(state["is_chosen"])
-        name = state["precision"]
+        self._names, name = list(state["names"]), state["precision"]
         try:
             self._format = self._build(name, None, state["ranges"])
         except Exception as error:  # another machine, or another torch
-            self._give_up(self._build("fp32", None), f"{name} cannot go on here: {brief(error)}")
+            self._settle(self._build("fp32"), f"{name} cannot go on here: {brief(error)}")
 
-    def _choose(self, batch: Batch | None, expected: Expected) -> None:
-        """Take the first of the formats that works, at the first time the fastest of them.
+    def _choose(self, exact: Format, batch: Batch | None, expected: Expected) -> None:
+        """Take the fastest of the formats that may be taken and work; without times the first.
 
         Args:
-            batch: to try them on.
+            exact: the snapshot in float32.
+            batch: to try them on; None where one was chosen before.
             expected: what they are to give; empty where nothing is known.
         """
-        is_timed = self._is_timed and not self._is_chosen
-        works, reasons = dict[str, tuple[float, Format]](), list[str]()
+        is_timed, works, reasons = self._is_timed and len(self._names) > 1, [], list[str]()
         for name in self._names:
             try:
-                works[name] = self._try(name, batch, expected, is_timed)
+                seconds, made = self._try(name, batch, expected)
             except Exception as error:
-                if name == "fp32":
-                    raise
                 reasons.append(f"{name} is not used: {brief(error)}")
-            if works and not is_timed:
-                break
-        if is_timed:
-            works = dict(sorted(works.items(), key=lambda entry: entry[1][0]))
-            for name, (seconds, _) in works.items():
+                continue
+            works.append((seconds, made))
+            if is_timed:
                 reasons.append(f"{name} takes {1000 * seconds:.1f} ms an evaluation")
-        elif not self._is_chosen:
+        if is_timed:
+            works.sort(key=itemgetter(0))
+        elif not reasons:
             reasons.append(f"the setting is {self._names[0]!r}")
-        order = list(works) if is_timed else self._names
-        taken = next(iter(works))
-        self._names = order[order.index(taken) : order.index("fp32") + 1]
-        self._is_chosen = True
-        self._take(works[taken][1], "; ".join(reasons))
+        self._settle(works[0][1] if works else exact, "; ".join(reasons))
 
-    def _try(
-        self, name: str, batch: Batch | None, expected: Expected, is_timed: bool
-    ) -> tuple[float, Format]:
+    def _try(self, name: str, batch: Batch | None, expected: Expected) -> tuple[float, Format]:
         """Return the seconds that an evaluation takes, and the format; raise if it is no good."""
         begin = time.perf_counter()
         made = self._build(name, batch)
         build_s = time.perf_counter() - begin
-        if name != "fp32" and batch is not None and expected:
-            found = made.read(list(expected), batch)
-            for tap, (activation, plasticity) in expected.items():
-                error = float(sp_loss(activation, found[tap]))
-                if not error <= self._fidelity_share * plasticity:
-                    raise ValueError(
-                        f"its SP loss at {tap} is {error:.1e}, where plasticity is {plasticity:.1e}"
-                    )
-        if not is_timed or batch is None:
+        if batch is None:
+            return 0.0, made
+        found = made.read(list(expected), batch) if expected and name != "fp32" else {}
+        for tap, activation in found.items():
+            exact, plasticity = expected[tap]
+            error = float(sp_loss(exact, activation))
+            if not error <= self._fidelity_share * plasticity:
+                raise ValueError(
+                    f"its SP loss at {tap} is {error:.1e}, where plasticity is {plasticity:.1e}"
+                )
+        if len(self._names) == 1:
             return 0.0, made
         begin = time.perf_counter()
         for activation in made.read(self._taps, batch).values():
             activation.cpu()  # waits for a GPU
         return time.perf_counter() - begin + build_s / _EVALUATIONS, made
 
-    def _build(self, name: str, batch: Batch | None, ranges: Ranges | None = None) -> Format:
+    def _build(self, name: str, batch: Batch | None = None, ranges: Ranges | None = None) -> Format:
         assert self._snapshot is not None
         ranges = ranges or (self._format.ranges if self._format else {})
         return build(name, self._snapshot, self._taps, batch, ranges)
@@ -223,10 +219,10 @@ class Reference:
         if made.name != before:
             self._events.append(RungTaken(step=0, before=before, after=made.name, reason=reason))
 
-    def _give_up(self, exact: Format, reason: str) -> None:
-        """Go on in float32 for good."""
-        self._names, self._is_chosen = ["fp32"], True
-        self._take(exact, reason)
+    def _settle(self, made: Format, reason: str) -> None:
+        """Take a format for good."""
+        self._names = [made.name]
+        self._take(made, reason)
 
     def _here(self, batch: Batch) -> Batch:
         """Return the batch on our device, where autocast for another type means nothing."""

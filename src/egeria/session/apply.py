@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -10,14 +9,14 @@ from torch import nn
 
 from egeria.distributed import ddp, fsdp2
 from egeria.distributed.ranks import is_initialized
-from egeria.events import ModuleFrozen, Rewrapped, Thawed
+from egeria.events import ModuleFrozen, Thawed
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.freeze import Freezer
 from egeria.model.group import find_pieces
 from egeria.model.hooks import Hook, sweep
 from egeria.model.undisturbed import is_own_pass
 from egeria.policy import Depth
-from egeria.session.training import Training
+from egeria.session.training import FreezingEndedError, Training
 
 BACKWARD_SHARE = 2 / 3
 """Of an iteration: the backward pass has two multiplications where the forward pass has one."""
@@ -114,11 +113,13 @@ class Applier:
             self.set_depth(self._told)
         self._tell("a change was interrupted")
 
-    def moved(self) -> list[str]:
-        """Return the names of frozen parameters that somebody has changed."""
+    def check_unmoved(self) -> None:
+        """Raise FreezingEndedError where somebody has changed frozen parameters."""
         if self._is_sharded:
             fsdp2.reshard(self._model)
-        return self.freezer.moved()
+        if moved := self.freezer.moved():
+            what = "frozen parameters were changed by the training loop"
+            raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
 
     def check_ranks(self) -> None:
         """Raise LostError where not all processes of a job take part in an exchange."""
@@ -132,7 +133,7 @@ class Applier:
             fsdp2.reshard(self._model)
         self.freezer.freeze_to(depth, detaches=self.detaches)
         if self._wrapper is not None:
-            self._rebuild()
+            ddp.rebuild_buckets(self._wrapper)
         if self._is_sharded:
             fsdp2.prepare_units(self._model)
 
@@ -145,15 +146,7 @@ class Applier:
     def _find_wrapper(self, model: nn.Module, *_: Any) -> None:
         if self._wrapper is None and (wrapper := ddp.find_wrapper(model)) is not None:
             self._wrapper = wrapper
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        begin = time.perf_counter()
-        ddp.rebuild_buckets(self._wrapper)
-        trained = [entry for entry in self._model.parameters() if entry.requires_grad]
-        size_bytes = sum(entry.numel() * entry.element_size() for entry in trained)
-        step, wall_s = self._recorder.step, time.perf_counter() - begin
-        self._recorder.write(Rewrapped(step=step, wall_s=wall_s, reduced_bytes=size_bytes))
+            ddp.rebuild_buckets(self._wrapper)
 
     def _find_deepest(self) -> tuple[int, str]:
         """Return how deep the model may be frozen, and why not deeper."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,12 +23,12 @@ from egeria.events import Event, MetricLogged, Resumed, RunClosed
 from egeria.journal import Recorder, is_url, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
-from egeria.model.pretrained import find_trained_norms
+from egeria.model.pretrained import find_trained_norms, is_mostly_trained
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.trackers import find_trackers
 from egeria.session import checks
-from egeria.session.interval import read_loss
+from egeria.session.interval import Seconds, read_loss
 from egeria.session.session import Session
 from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.training import Training
@@ -83,7 +82,7 @@ def attach(
     Raises:
         ConfigError: an argument is outside its contract, or an open run watches this model.
     """
-    begin, begin_cpu = time.perf_counter(), time.process_time()
+    begin = Seconds.now()
     settings = checks.read_config(config, controller, policy, plan)
     loader, scheduler = checks.unwrap_loader(loader), checks.unwrap_scheduler(scheduler)
     given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
@@ -101,20 +100,23 @@ def attach(
         model=inner,
         given=given,
         optimizers=optimizers,
+        loader=loader,
         config=settings,
+        controller=controller,
         rule=rule,
         rule_name=rule_name,
         total_steps=total_steps,
         recorder=recorder,
+        environment=checks.environment(inner, loader),
         compilation=Compilation() if is_compiled(given) or is_compiled(inner) else None,
-        norms=find_trained_norms(inner),
+        is_pretrained=_is_pretrained(settings.policy.pretrained, inner),
     )
     try:
-        session = Session(training, checks.environment(inner, loader), loader, controller)
+        session = Session(training)
     except BaseException:  # such as a pattern of layer modules that matches nothing
         recorder.close()
         raise
-    session.clock.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+    session.clock.spend(*Seconds.now().since(begin))
     run = _OPEN_RUNS[id(inner)] = Run(session, showing)
     return run
 
@@ -153,7 +155,7 @@ class Run:
     @property
     def stage(self) -> str:
         """Either 'bootstrapping' or 'knowledge-guided'."""
-        return self._session.stage
+        return self._session.status.stage
 
     def step(self, loss: Any) -> None:
         """Count one optimizer step; call it after the optimizer's.
@@ -253,10 +255,9 @@ class Run:
         reason = session.steps.calls_missing
         if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
             self._recorder.decline("watching this training", f"{reason}. {_TOO_FEW}")
-        clock, cpu_s = session.clock, session.controller_cpu_s
-        spent = {"overhead_wall_s": clock.overhead_wall_s, "overhead_cpu_s": clock.overhead_cpu_s}
-        closed = RunClosed(step=clock.step, frozen=frozen, controller_cpu_s=cpu_s, **spent)
-        self._recorder.write(closed)
+        clock = session.clock
+        spent = {**clock.overhead(), "controller_cpu_s": clock.controller_cpu_s}
+        self._recorder.write(RunClosed(step=clock.step, frozen=frozen, **spent))
         self._showing.close()
         self._finalizer()
 
@@ -289,6 +290,10 @@ def _check_unwatched(model: nn.Module) -> None:
             f"{found[0]} watches. Call run.close() of that run first, or go on with it. If an "
             "interrupted notebook cell left no name for it, run the cell again."
         )
+
+
+def _is_pretrained(given: bool | str, model: nn.Module) -> bool:
+    return is_mostly_trained(find_trained_norms(model)) if given == "auto" else bool(given)
 
 
 def _release(session: Session, recorder: Recorder) -> None:

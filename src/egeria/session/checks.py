@@ -197,14 +197,13 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
         if name not in NOT_DECIDING
     }
     rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
-    for column, what in enumerate(("total_steps", "settings")):
-        apart = [number for number, row in enumerate(rows) if row[column] != rows[0][column]]
-        if apart:
-            found = f", found {[row[0] for row in rows]}" if what == "total_steps" else ""
-            raise ConfigError(
-                f"All processes of a job attach with the same {what}; rank {apart[0]} has others "
-                f"than rank 0{found}. Give attach those of rank 0 on every rank."
-            )
+    apart = [number for number, row in enumerate(rows) if row != rows[0]]
+    if apart:
+        raise ConfigError(
+            "All processes of a job attach with the same total_steps and settings; rank "
+            f"{apart[0]} has others than rank 0, total_steps being {[row[0] for row in rows]}. "
+            "Give attach those of rank 0 on every rank."
+        )
 
 
 def environment(model: nn.Module, loader: Any) -> dict[str, Any]:

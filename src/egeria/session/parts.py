@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from egeria.model.cut import Cut
 from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
+from egeria.session.interval import Clock
 from egeria.session.training import Training, facts_of
 
 if TYPE_CHECKING:
@@ -31,17 +32,12 @@ class Parts:
     evaluation: Evaluation | None = None
     """None where the policy reads no plasticity."""
 
-    def announce(self, dropped: Sequence[str]) -> None:
-        """Journal the plan, and what can never be frozen, such as dropped blocks."""
+    def announce(self) -> None:
+        """Journal the plan, and what can never be frozen."""
         modules, recorder, applier = self.cut.modules, self.training.recorder, self.applier
         if applier.deepest < len(modules) - 1:
             what = f"freezing {modules[applier.deepest].name} and what follows"
             recorder.decline(what, applier.limit)
-        if dropped:
-            recorder.decline(
-                f"freezing {', '.join(dropped)}",
-                "it did not run in the first step: the backward pass goes on as far as to it",
-            )
         if self.plan is None:
             return
         trained = [applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
@@ -49,15 +45,32 @@ class Parts:
         plan, reason, step = str(self.plan), self.plan.reason, recorder.step
         recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
 
-    def announce_resumed(self, cut_by: Mapping[str, Any]) -> None:
-        """Say where a resumed run keeps a cut that was made with other settings."""
-        ours = asdict(self.training.config.modules)
-        differing = [name for name in ours if cut_by.get(name, ours[name]) != ours[name]]
-        if differing:
-            settings = " and ".join(f"modules.{name}={ours[name]!r}" for name in differing)
-            load = "For others load the model and the optimizer, but not the state of the run"
-            reason = f"a resumed run keeps its layer modules. {load}"
-            self.training.recorder.decline(f"cutting the model by {settings}", reason)
+    def make_evaluation(self, clock: Clock) -> Evaluation:
+        """Make what reads plasticity; only a run that needs it imports it."""
+        from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
+
+        self.evaluation = make_evaluation(self.training, self.cut, clock)
+        return self.evaluation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `make_parts` and `restore` need in a resumed run."""
+        return {
+            "cut": self.cut.to_dict(),
+            "parameters": list(self.training.named()),
+            "cut_by": asdict(self.training.config.modules),
+            "policy": self.policy.state_dict(),
+            "plan_reason": self.plan.reason if self.plan else "",
+            "frozen": self.applier.depth,
+            "detaches": self.applier.detaches,
+            "evaluator": self.evaluation.state_dict() if self.evaluation else None,
+        }
+
+    def restore(self, engine: Mapping[str, Any], clock: Clock) -> None:
+        """Freeze what a saved state had frozen, and read plasticity as its run did."""
+        if engine["evaluator"] is not None:
+            self.make_evaluation(clock).load_state_dict(engine["evaluator"])
+        self.applier.detaches = engine["detaches"]
+        self.applier.restore(engine["frozen"])
 
 
 def make_parts(
@@ -102,9 +115,7 @@ def make_parts(
     return Parts(training=training, cut=cut, plan=plan, policy=policy, applier=applier)
 
 
-def run_started(
-    training: Training, parts: Parts | None, interval_steps: int, environment: dict[str, Any]
-) -> RunStarted:
+def run_started(training: Training, parts: Parts | None, interval_steps: int) -> RunStarted:
     """Return the event by which a journal begins; without parts nothing can be frozen."""
     modules, trainable, deepest = list[dict[str, Any]](), list[bool](), 0
     if parts is not None:
@@ -120,5 +131,5 @@ def run_started(
         rule=training.rule_name,
         total_steps=training.total_steps,
         interval_steps=interval_steps,
-        environment=environment,
+        environment=training.environment,
     )

@@ -1,40 +1,43 @@
-"""What happens at each step of the loop: intervals, questions to the policy, faults of ours."""
+"""What happens at each step of the loop: the cut, intervals, questions to the policy, our faults.
+
+One batch: the optimizer's hook notes its step (`steps`), `step` takes in the loss and mostly
+returns. Where an interval ends or the policy asked for it, `_decide` asks the policy, and `_ask`
+sets the depth that it gives or refuses it (`apply`).
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from egeria.distributed import ddp
 from egeria.distributed.ranks import LostError, RankError, together, world_size
-from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
-from egeria.errors import ConfigError, StateError, UnsupportedModelError
-from egeria.events import (
-    DepthRefused,
-    IntervalMeasured,
-    PlasticityRead,
-    Recompiled,
-    StageChanged,
-)
+from egeria.errors import ConfigError, UnsupportedModelError
+from egeria.events import DepthRefused, IntervalMeasured, StageChanged
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
-from egeria.policy import BOOTSTRAPPING, Depth, Interval, Plan, Policy, Reading, Status, first_stage
-from egeria.report.wording import plural
-from egeria.session.checks import length_of
-from egeria.session.interval import Clock, Measured, seconds_left
+from egeria.policy import (
+    BOOTSTRAPPING,
+    Depth,
+    Interval,
+    Plan,
+    Reading,
+    Status,
+    Wants,
+    first_stage,
+)
+from egeria.session.interval import Clock, Seconds
 from egeria.session.parts import Parts, make_parts, run_started
-from egeria.session.skipping import begin_skipping
-from egeria.session.steps import CHECKED_CALLS, NO_STEP, NO_STEPS, Steps
-from egeria.session.training import FirstStep, FreezingEndedError, Training
+from egeria.session.skipping import Skipping, begin_skipping, steps_until_move
+from egeria.session.steps import NO_STEP, NO_STEPS, Steps
+from egeria.session.training import FreezingEndedError, Training, begin_watch
 
 if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
@@ -49,17 +52,9 @@ class Session:
 
     Until the first update it watches the user's own passes; there the model is cut and the policy
     made. Nothing of it may stop or change the user's training: a fault of ours ends freezing.
-    `environment` is what the journal says of the machine and the data, `controller` one that the
-    user gave, or the name of a kind.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        environment: dict[str, Any],
-        loader: Any,
-        controller: Any,
-    ) -> None:
+    def __init__(self, training: Training) -> None:
         self.training, self.recorder = training, training.recorder
         self.modules: tuple[LayerModule, ...] = ()
         """The layer modules, front to back; kept when freezing has ended."""
@@ -68,51 +63,29 @@ class Session:
         self.steps = Steps(training.optimizers, self._before_update)
         usual = max(1, (training.total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
         self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps or usual)
-        self._environment, self._loader, self._controller = environment, loader, controller
+        self.status = Status(stage=first_stage(training.config.policy.name))
+        """What the policy last said of itself."""
         self._epoch_steps: int | None = None  # where the length of the loader is known
-        self._status = Status(stage=first_stage(training.config.policy.name))
-        self._has_started = self._has_ended = self._asks_first = self._is_lost = False
+        self._has_started = self._has_ended = self._is_lost = False
         self._meets = False
         """Whether the processes of a job come together at each decision."""
-        self._asked = 0
-        """The step up to which the policy was asked."""
+        self._asked = -1
+        """The step up to which the policy was asked; -1 before the first question."""
         self._due: float = self.clock.ends
-        self._past_controller_cpu_s = 0.0
         self._measured_depth: int | None = None
-        self._evaluation_due = math.inf
-        """The next step at which something is to be prepared for an evaluation."""
-        refusal = reason_to_decline(training.given, training.optimizers)
-        self._first: FirstStep | None = None
-        if not refusal:
-            try:
-                self._first = FirstStep(training)
-            except UnsupportedModelError as error:
-                if training.config.modules.pattern is not None:
-                    raise ConfigError(str(error)) from error
-                refusal = str(error)
-        self._skipping = None if refusal else begin_skipping(training, loader, self.clock.spend)
-        if self._first is not None:
-            self._first.open()
+        self._skipping: Skipping | None = None
+        self._first, refusal = begin_watch(training)
         self.steps.open()
-        if refusal:
-            self._start_journal()
+        if self._first is None:
             self._end(refusal)
-
-    @property
-    def controller_cpu_s(self) -> float:
-        """CPU seconds of controller processes so far."""
-        evaluation = self.parts.evaluation if self.parts else None
-        return self._past_controller_cpu_s + (evaluation.controller.cpu_s if evaluation else 0.0)
+            return
+        self._skipping = begin_skipping(training, self.clock.spend)
+        self._first.open()
 
     @property
     def frozen(self) -> int:
         """How many front layer modules are frozen now."""
         return self.parts.applier.depth if self.parts else 0
-
-    @property
-    def stage(self) -> str:
-        """The stage of the policy."""
-        return self._status.stage
 
     def step(self, loss: float | Tensor) -> bool:
         """Take in the loss of a batch; return whether something may have been journaled."""
@@ -121,16 +94,14 @@ class Session:
             if self.steps.is_late:
                 self.recorder.decline("counting calls of run.step", NO_STEPS)
             return False
-        clock = self.clock
-        clock.enter(loss)
-        self.recorder.step = clock.step
-        if is_due := clock.step >= self._due:
-            clock.begin_work()
+        self.clock.enter(loss)
+        self.recorder.step = self.clock.step
+        if is_due := self.clock.step >= self._due:
             try:
                 self._act()
             finally:
                 finish(self.training.model)
-        clock.leave()
+        self.clock.leave()
         return is_due
 
     def close(self) -> None:
@@ -142,99 +113,24 @@ class Session:
         self._release()
         self.steps.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of everything that decides, as plain data and tensors."""
-        parts, engine = self.parts, None
-        if parts is not None:
-            engine = {
-                "cut": parts.cut.to_dict(),
-                "parameters": list(self.training.named()),
-                "cut_by": asdict(self.training.config.modules),
-                "policy": parts.policy.state_dict(),
-                "frozen": parts.applier.depth,
-                "asked": self._asked,
-                "asks_first": self._asks_first,
-                "detaches": parts.applier.detaches,
-                "epoch_steps": self._epoch_steps,
-                "plan_reason": self.plan.reason if self.plan else "",
-                "evaluator": parts.evaluation.state_dict() if parts.evaluation else None,
-            }
-        return {
-            "clock": self.clock.state_dict(),
-            "steps": self.steps.state_dict(),
-            "policy_name": self.training.policy_name,
-            "norms": dict(self.training.norms),
-            "status": asdict(self._status),
-            "has_ended": self._has_ended and self._has_started,
-            "engine": engine,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; StateError, with nothing changed, where it is of another run."""
-        engine, clock = state["engine"], Clock(self.training.total_steps, 1)
-        clock.load_state_dict(state["clock"])
-        cut = Cut.from_dict(engine["cut"]) if engine else None
-        names = [name for module in cut.modules for name in module.parameters] if cut else []
-        known = engine["parameters"] if engine else []
-        self.training.check_state(state["policy_name"], names, known)
-        if cut and self.parts and self.parts.cut != cut:
-            raise StateError("This run has other layer modules. Attach anew, then load.")
-        if cut is not None and not self._has_ended:
-            self._resume(cut, engine, state["norms"])
-        elif cut is not None:
-            reason = "it has ended for good in this run, also where that is rolled back"
-            self.recorder.decline("freezing", reason)
-        elif state["has_ended"]:
-            self._end("")
-        self.clock.load_state_dict(state["clock"])
-        self.steps.load_state_dict(state["steps"])
-        self.recorder.step = self.clock.step
-        self._status = Status(**state["status"])
-        if cut is not None and self.parts is not None:
-            self._restore(engine)
-        elif self.parts is not None:  # back to before its first step: the layer modules stay
-            wrapper = ddp.find_wrapper(self.training.given)
-            self._install(make_parts(self.training, self.parts.cut, wrapper, self._epoch_steps))
-            self._asked = self.clock.step
-            with self._guard("a decision"):
-                self._ask_first()
-        self._plan_next()
-
     # --- from attach to the first update ---------------------------------------------------------
 
     def _before_update(self, number: int) -> None:
         """Cut the model right before the first update, and set the first depth."""
-        first = self._first
-        # `torch.distributed.checkpoint` steps an optimizer to make its state, before any pass.
-        if first is None or (first.watch.is_empty and not self.steps.num_calls):
+        first, begin = self._first, Seconds.now()
+        if first is None:
             return
-        if not first.comes_to(number):
-            # What is watched meanwhile takes memory.
-            if not first.watch.is_empty and max(self.steps.num_steps) >= CHECKED_CALLS:
-                self._start_journal()
-                self._end(NO_STEP)
-            return
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        first.close()
-        length, calls = length_of(self._loader), max(1, first.watch.num_calls)
-        self._meets = world_size() > 1
         with self._guard("cutting the model"):
-            if torch._C._current_graph_task_id() != -1:
-                raise FreezingEndedError(IN_BACKWARD)
-            cut, refusal = first.cut()
-            if refusal:
-                self._start_journal()
-                raise FreezingEndedError(refusal)
-            self._epoch_steps = self._together(lambda: length and math.ceil(length / calls))[0]
+            if not first.comes_to(number, self.steps.num_calls):
+                return
+            self._meets = world_size() > 1
+            cut, self._epoch_steps = first.cut()
             parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
             self._install(parts)
-            self._asks_first = True
-            self._start_journal()
-            parts.announce(first.dropped)
-            if len(self.training.optimizers) == 1:
-                self._ask_first()
+            parts.announce()
+            self._decide(parts)
         self._first, self._due = None, 0  # last, so that what was interrupted is made again
-        self.clock.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+        self.clock.spend(*Seconds.now().since(begin))
 
     def _install(self, parts: Parts) -> None:
         """Let parts decide from now on; nothing is frozen by them yet."""
@@ -247,43 +143,40 @@ class Session:
         parts.applier.open()
         if self.training.compilation is not None:
             self.training.compilation.begin(len(self.modules))
-
-    def _ask_first(self) -> None:
-        self._ask(Interval(step=0, frozen=self.frozen, learning_rate=self._rate()))
-        if self.parts is not None:
-            self._look_ahead(self.parts)
-            self._follow_boundary()
-        self._asks_first = False
+        self._asked = -1
+        self._start_journal()
 
     def _start_journal(self) -> None:
         """Journal how the run begins, once."""
         if not self._has_started:
-            steps, environment = self.clock.interval_steps, self._environment
-            self.recorder.write(run_started(self.training, self.parts, steps, environment))
+            steps = self.clock.interval_steps
+            self.recorder.write(run_started(self.training, self.parts, steps))
             self._has_started = True
 
     # --- questions to the policy -----------------------------------------------------------------
 
     def _act(self) -> None:
         """Do what is due at this step."""
-        clock, parts = self.clock, self.parts
+        clock = self.clock
         if self._first is None:
             self.steps.stop_calling()
-        if parts is not None:
-            with self._guard("a decision"):
-                self._decide(parts)
-                self._plan_next()  # in here too, where a fault of the policy is caught
-        elif clock.step >= clock.ends:
-            self._measure(clock.end_interval(0))
+        with self._guard("a decision"):
+            if self.parts is not None:
+                self._decide(self.parts)
+            elif clock.step >= clock.ends:
+                self._measure(replace(clock.end_interval(0), learning_rate=self._rate()))
+            self._plan_next()  # in here too, where a fault of the policy is caught
         self._plan_next()
 
     def _decide(self, parts: Parts) -> None:
+        """Ask the policy if it is time to, and prepare for the next time."""
         clock, wants, before = self.clock, parts.policy.wants, self.frozen
         if self._meets:
             parts.applier.check_ranks()
         parts.applier.make_whole()
-        if self._asks_first:
-            self._ask_first()
+        if self._asked < 0:
+            self._ask(Interval(step=0, frozen=before, learning_rate=self._rate()))
+            self._asked = clock.step
         self._take_in_readings(parts)
         ends = clock.step >= clock.ends
         is_asked = self._asked < wants.next_step(self._asked) <= clock.step
@@ -297,38 +190,17 @@ class Session:
         if self.parts is parts:
             self._look_ahead(parts)
             if self.frozen != before:
-                self._follow_boundary()
-
-    def _look_ahead(self, parts: Parts) -> None:
-        """Prepare the next evaluation, for a policy that wants plasticity."""
-        wanted, status = parts.policy.wants.plasticity_of, getattr(parts.policy, "status", None)
-        is_judging = wanted is not None or getattr(status, "stage", "") == BOOTSTRAPPING
-        if parts.evaluation is None and is_judging:
-            parts.evaluation = self._make_evaluation(parts.cut)
-        if parts.evaluation is not None:
-            self._evaluation_due = parts.evaluation.prepare(wanted)
-
-    def _make_evaluation(self, cut: Cut) -> Evaluation:
-        from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
-
-        return make_evaluation(self.training, cut, self.clock, self._controller, self._loader)
+                self._follow_boundary(parts.policy.wants)
 
     def _end_interval(self, parts: Parts, ends: bool) -> Interval:
         """End the interval, which an asked-for step ends early, and return what it showed."""
-        moved = parts.applier.moved()
         measured, rate = self.clock.end_interval(self.frozen), self._rate()
-        views = self._together(lambda: (measured.loss, measured.num_bad_losses, rate, moved))
+        views = self._together(lambda: (measured.loss, measured.num_bad_losses, rate))
         losses = [loss for loss, *_ in views if loss is not None]
         loss, rate = (sum(losses) / len(losses) if losses else None), views[0][2]
         num_bad = sum(view[1] for view in views)
-        self._measure(replace(measured, loss=loss, num_bad_losses=num_bad), rate)
-        if moved := sorted({name for view in views for name in view[3]}):
-            what = "frozen parameters were changed by the training loop"
-            raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
-        if loss is None and parts.evaluation is not None:
-            found = f"the training loss was not finite for {plural(num_bad, 'step')}"
-            reason = f"{found}; nothing is judged meanwhile"
-            self.recorder.decline("freezing while the loss is not finite", reason)
+        self._measure(replace(measured, loss=loss, num_bad_losses=num_bad, learning_rate=rate))
+        self._together(parts.applier.check_unmoved)
         return Interval(
             step=self.clock.step,
             frozen=self.frozen,
@@ -338,13 +210,16 @@ class Session:
             seconds=measured.iteration_wall_s,
         )
 
-    def _measure(self, measured: Measured, rate: float | None = None) -> None:
-        """Journal an interval, and the time that its compiling took."""
-        self._note_compiling()
-        clock, rate = self.clock, self._rate() if rate is None else rate
-        found = {"evaluation": clock.evaluation, "frozen": self.frozen, **asdict(measured)}
-        found |= clock.spent()
-        self.recorder.write(IntervalMeasured(step=clock.step, learning_rate=rate, **found))
+    def _measure(self, measured: IntervalMeasured) -> None:
+        """Journal an interval; what it compiled behind a change of depth is our overhead."""
+        clock, compilation = self.clock, self.training.compilation
+        is_ours = self._measured_depth not in (None, self.frozen)
+        self._measured_depth = self.frozen
+        compiled_s = 0.0 if compilation is None else compilation.look()
+        if is_ours:
+            clock.spend(compiled_s, compiled_s)
+        overhead: dict[str, Any] = clock.overhead(is_in_step=True)
+        self.recorder.write(replace(measured, **overhead))
         if clock.total_steps is not None and clock.step > clock.total_steps:
             self.recorder.decline(
                 "planning beyond the end of the run",
@@ -352,134 +227,130 @@ class Session:
                 "Pass the steps of the whole run, such as len(loader) * epochs",
             )
 
-    def _note_compiling(self) -> None:
-        """Journal the time that an interval has compiled; behind a change of depth it is ours."""
-        before, self._measured_depth = self._measured_depth, self.frozen
-        clock, compilation = self.clock, self.training.compilation
-        if compilation is None or (spent_s := compilation.look()) <= 0:
-            return
-        if is_ours := before not in (None, self.frozen):
-            clock.overhead_wall_s += spent_s
-            clock.overhead_cpu_s += spent_s
-        self.recorder.write(Recompiled(step=clock.step, wall_s=spent_s, by_freezing=is_ours))
-
-    def _ask(self, interval: Interval, read: PlasticityRead | None = None) -> None:
+    def _ask(self, interval: Interval) -> None:
         """Ask the policy, and do what that of the first rank says or refuse it."""
         parts = self.parts
         if parts is None:  # a callback for events has closed the run
             return
         depth = self._together(lambda: _plain(parts.policy.observe(interval)))[0]
-        self._note_status(parts.policy, read)
+        self._note_status(parts, interval.readings)
         if depth is None or depth.frozen == self.frozen:
             return
-        left_s = seconds_left(self.clock.total_steps, self.clock.step, self.clock.iteration_s)
+        left_s = self.clock.seconds_left
         refusals = self._together(lambda: parts.applier.refusal(depth.frozen, left_s))
         if reason := next(filter(None, refusals), ""):
             refused = DepthRefused(step=self.clock.step, asked=depth.frozen, reason=reason)
             self.recorder.write(refused)
-            return
-        if depth.frozen < self.frozen and parts.evaluation is not None:
-            parts.evaluation.valid_from = self.clock.evaluation
-        parts.applier.apply(depth, self._status.window)
+        else:
+            parts.applier.apply(depth, self.status.window)
 
-    def _evaluate(self, parts: Parts, evaluation: Evaluation, interval: Interval) -> None:
-        """Have the plasticity read that the policy wants, and refresh the reference where due."""
-        evaluation.check()
-        clock, module = self.clock, parts.policy.wants.plasticity_of
-        if module is not None and interval.loss is not None:
-            evaluation.request(clock.evaluation, module)
-            self._take_in_readings(parts, always=True)
-        if self.parts is not parts:
-            return
-        wants = parts.policy.wants
-        evaluation.refresh(clock.evaluation, wants)
-        fitting = evaluation.fit_interval(clock.interval_steps, wants.plasticity_of)
-        clock.interval_steps = self._together(lambda: fitting)[0]
-        evaluation.disarm()
-
-    def _take_in_readings(self, parts: Parts, *, always: bool = False) -> None:
-        """Give the policy the readings that have come; of several processes the first has them."""
-        evaluation, clock = parts.evaluation, self.clock
-        if evaluation is None or not (always or evaluation.may_have_readings()):
-            return
-        for read in self._together(evaluation.take_finished)[0]:
-            if self.parts is not parts:
-                return
-            if read.module != parts.policy.wants.plasticity_of:
-                late = "it came late: the layer module is no longer monitored, or not now"
-                evaluation.drop(read.evaluation, read.module, late)
-                continue
-            reading = Reading(evaluation=read.evaluation, module=read.module, value=read.value)
-            rate = self._together(self._rate)[0]
-            interval = Interval(
-                step=clock.step, frozen=self.frozen, learning_rate=rate, readings=(reading,)
-            )
-            self._ask(interval, read)
-
-    def _note_status(self, policy: Policy, read: PlasticityRead | None) -> None:
-        """Journal what the policy says of itself: its stage, and what it concluded of a reading."""
-        before, found = self._status, getattr(policy, "status", None)
-        self._status = found if isinstance(found, Status) else before
-        if read is not None and self.parts is not None and self.parts.evaluation is not None:
-            self.parts.evaluation.journal(read, self._status)
-        if self._status.stage != before.stage:
-            stage, reason = self._status.stage, self._status.reason
-            self.recorder.write(StageChanged(step=self.clock.step, stage=stage, reason=reason))
+    def _note_status(self, parts: Parts, readings: Sequence[Reading]) -> None:
+        """Journal what the policy says of itself: its stage, and what it concluded of readings."""
+        before, found = self.status, getattr(parts.policy, "status", None)
+        self.status = found if isinstance(found, Status) else before
+        if parts.evaluation is not None:
+            for reading in readings:
+                parts.evaluation.journal(reading, self.status)
+        if self.status.stage != before.stage:
+            changed = {"stage": self.status.stage, "reason": self.status.reason}
+            self.recorder.write(StageChanged(step=self.clock.step, **changed))
 
     def _plan_next(self) -> None:
         """Find the next step at which something is to be done."""
-        clock, parts = self.clock, self.parts
-        asked = parts.policy.wants.next_step(self._asked) if parts else math.inf
-        due = min(clock.ends, asked, self._evaluation_due if parts else math.inf)
-        self._due = math.inf if self._is_lost else due
+        parts, due = self.parts, [float(self.clock.ends)]
+        if parts is not None:
+            due.append(parts.policy.wants.next_step(self._asked))
+        if parts is not None and parts.evaluation is not None:
+            due.append(parts.evaluation.due)
+        self._due = math.inf if self._is_lost else min(due)
 
-    def _follow_boundary(self) -> None:
+    def _follow_boundary(self, wants: Wants) -> None:
         """Move the boundary of the cache to the depth that is frozen now."""
-        if self._skipping is None or self.parts is None:
+        if self._skipping is not None:
+            steps = steps_until_move(self.clock, wants, self.status)
+            self._skipping.follow(self.modules[: self.frozen], steps, self._epoch_steps)
+
+    # --- evaluations, for a policy that wants plasticity -----------------------------------------
+
+    def _look_ahead(self, parts: Parts) -> None:
+        """Prepare the next evaluation, if there is to be one."""
+        wanted = parts.policy.wants.plasticity_of
+        if parts.evaluation is None and (wanted is not None or self.status.stage == BOOTSTRAPPING):
+            parts.make_evaluation(self.clock)
+        if parts.evaluation is not None:
+            parts.evaluation.prepare(wanted)
+
+    def _evaluate(self, parts: Parts, evaluation: Evaluation, interval: Interval) -> None:
+        """Have the plasticity read that the policy wants, and refresh the reference where due."""
+        evaluation.request(interval, parts.policy.wants)
+        self._take_in_readings(parts)
+        if self.parts is parts:
+            fitting = self._together(lambda: evaluation.refresh(parts.policy.wants))
+            self.clock.interval_steps = fitting[0]
+
+    def _take_in_readings(self, parts: Parts) -> None:
+        """Give the policy the readings that have come; of several processes the first has them."""
+        evaluation = parts.evaluation
+        if evaluation is None:
             return
-        clock, wants, epoch_steps = self.clock, self.parts.policy.wants, self._epoch_steps
-        moves = wants.next_step(clock.step)
-        if wants.interval_steps is not None and wants.plasticity_of is not None:
-            moves = clock.step + (2 * max(1, self._status.window) - 1) * clock.interval_steps
-        steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
-        epochs = steps / epoch_steps if epoch_steps and steps < math.inf else None
-        self._skipping.follow(self.modules[: self.frozen], epochs)
+        for reading in self._together(evaluation.take_finished)[0]:
+            if self.parts is not parts:
+                return
+            if reading.module != parts.policy.wants.plasticity_of:
+                late = "it came late: the layer module is no longer monitored, or not now"
+                evaluation.drop(reading.evaluation, reading.module, late)
+                continue
+            now = {"step": self.clock.step, "frozen": self.frozen}
+            rate = self._together(self._rate)[0]
+            self._ask(Interval(**now, learning_rate=rate, readings=(reading,)))
 
     # --- resuming --------------------------------------------------------------------------------
 
-    def _resume(self, cut: Cut, engine: Mapping[str, Any], norms: Mapping[str, bool]) -> None:
-        """Make the parts of a saved state; where that fails nothing has changed."""
-        came_trained = dict(self.training.norms)
-        self.training.norms.update(norms)
-        try:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of everything that decides, as plain data and tensors."""
+        asked = {"asked": self._asked, "epoch_steps": self._epoch_steps}
+        engine = {**self.parts.state_dict(), **asked} if self.parts else None
+        return {
+            "clock": self.clock.state_dict(),
+            "steps": {"has_stepped": self.steps.has_stepped},
+            "policy_name": self.training.policy_name,
+            "status": asdict(self.status),
+            "has_ended": self._has_ended and self._has_started,
+            "engine": engine,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state; StateError, with nothing changed, where it is of another run."""
+        engine, status = state["engine"], Status(**state["status"])
+        Clock(None, 1).load_state_dict(state["clock"])
+        cut = Cut.from_dict(engine["cut"]) if engine else None
+        self.training.check_state(state, cut)
+        if cut is None and self.parts is not None:  # back to before its first step
+            cut = self.parts.cut
+        if state["has_ended"] and not self._has_ended:
+            self._end("it had ended in the run that goes on here")
+        elif cut is not None and not self._has_ended:
+            epoch_steps = engine["epoch_steps"] if engine else self._epoch_steps
             wrapper = ddp.find_wrapper(self.training.given)
-            parts = make_parts(self.training, cut, wrapper, engine["epoch_steps"], engine)
-        except BaseException:
-            self.training.norms.update(came_trained)
-            raise
+            self._install(make_parts(self.training, cut, wrapper, epoch_steps, engine))
+            self._epoch_steps, self._asked = epoch_steps, engine["asked"] if engine else -1
+        self.clock.load_state_dict(state["clock"])
+        self.steps.has_stepped = bool(state["steps"]["has_stepped"])
+        self.recorder.step, self.status = self.clock.step, status
+        if self.parts is not None:
+            self._restore(self.parts, engine)
+        self._plan_next()
+
+    def _restore(self, parts: Parts, engine: Mapping[str, Any] | None) -> None:
+        """Freeze what a saved state had frozen, and read plasticity as its run did."""
         if self._first is not None:
             self._first.close()
             self._first = None
-        self.steps.stop_calling()
-        self._install(parts)
-        self._start_journal()
-        parts.announce_resumed(engine["cut_by"])
-
-    def _restore(self, engine: Mapping[str, Any]) -> None:
-        """Freeze what a saved state had frozen, and read plasticity as its run did."""
-        parts = self.parts
-        assert parts is not None
-        if engine["evaluator"] is not None:
-            parts.evaluation = self._make_evaluation(parts.cut)
-            parts.evaluation.load_state_dict(engine["evaluator"])
-        parts.applier.detaches = engine["detaches"]
-        parts.applier.restore(engine["frozen"])
-        self._epoch_steps = engine["epoch_steps"]
-        self._asked, self._asks_first = int(engine["asked"]), bool(engine["asks_first"])
-        self._look_ahead(parts)
-        self._follow_boundary()
-        step = self.clock.step
-        if self._asks_first or parts.policy.wants.next_step(self._asked) <= step:
+        if engine is not None:
+            parts.restore(engine, self.clock)
+            self._look_ahead(parts)
+            self._follow_boundary(parts.policy.wants)
+        if self._asked < 0 or parts.policy.wants.next_step(self._asked) <= self.clock.step:
             self._act()  # the state was taken while this was being decided
 
     # --- ends and faults -------------------------------------------------------------------------
@@ -513,6 +384,7 @@ class Session:
     def _end(self, reason: str) -> None:
         """Freeze nothing any more in this run."""
         self._has_ended, self._meets = True, False
+        self._start_journal()
         self._release()
         self.recorder.decline("freezing", reason)
 
@@ -524,7 +396,6 @@ class Session:
             self._try(parts.applier.close)
             if parts.evaluation is not None:
                 self._try(partial(parts.evaluation.close, for_good=self._has_ended))
-                self._past_controller_cpu_s += parts.evaluation.controller.cpu_s
         self.parts = None  # last, so that a second call finishes what was interrupted
         if self._has_ended:
             for part in (self._first, self._skipping, self.training.compilation):

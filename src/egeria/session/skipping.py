@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -12,7 +12,9 @@ from egeria.cache import Cache, ShardSampler
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import exchange, world_size
 from egeria.model.cut import LayerModule
+from egeria.policy import Status, Wants
 from egeria.session.checks import length_of
+from egeria.session.interval import Clock
 from egeria.session.training import Training
 
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
@@ -31,37 +33,37 @@ class Skipping:
     """Tells the cache where the boundary is, and for how many epochs it stays there."""
 
     def __init__(self, cache: Cache, reason: str) -> None:
-        self._cache, self._reason, self._depth = cache, reason, 0
+        self._cache, self._reason = cache, reason
 
-    def follow(self, frozen: Sequence[LayerModule], epochs_ahead: float | None) -> None:
-        """Move the boundary of the cache if layers were frozen or thawed since the last call.
+    def follow(
+        self, frozen: Sequence[LayerModule], steps_ahead: float, epoch_steps: int | None
+    ) -> None:
+        """Move the boundary of the cache: layers were frozen or thawed.
 
         Args:
             frozen: the frozen layer modules, front to back.
-            epochs_ahead: for how many epochs the boundary stays; None where that is not known.
+            steps_ahead: for how many steps the boundary stays; infinity where that is not known.
+            epoch_steps: of an epoch; None where that is not known.
         """
-        if len(frozen) == self._depth:
-            return
-        self._depth = len(frozen)
-        if not self._reason:
-            self._cache.follow(tuple(frozen), epochs_ahead)
-        elif frozen:
+        if self._reason and frozen:
             self._cache.refuse(frozen[-1].name, self._reason)
+        else:
+            epochs = steps_ahead / epoch_steps if epoch_steps and steps_ahead < math.inf else None
+            self._cache.follow(tuple(frozen), epochs)
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""
         self._cache.close()
 
 
-def begin_skipping(
-    training: Training, loader: Any, spend: Callable[[float, float], None]
-) -> Skipping | None:
+def begin_skipping(training: Training, spend: Callable[[float, float], None]) -> Skipping | None:
     """Return what skips the frozen forward pass of a run; None where nothing does. All processes of
     a job call this.
 
     Where nobody asked for it, it takes a plan, which tells how long a front stays frozen.
     """
-    config, policy_name = training.config.cache, training.config.policy.name
+    config, loader = training.config.cache, training.loader
+    policy_name = training.config.policy.name
     directory = exchange(training.recorder.directory)[0]  # only the first process knows it
     is_unasked = config.enabled == "auto" and policy_name == "egeria"
     if config.enabled is False or policy_name == "none" or is_unasked:
@@ -78,6 +80,14 @@ def begin_skipping(
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     return Skipping(cache, _refusal(training, is_dealt_once))
+
+
+def steps_until_move(clock: Clock, wants: Wants, status: Status) -> float:
+    """Return for how many steps a boundary stays; infinity where nobody knows."""
+    moves = wants.next_step(clock.step)
+    if wants.interval_steps is not None and wants.plasticity_of is not None:
+        moves = clock.step + (2 * max(1, status.window) - 1) * clock.interval_steps
+    return max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
 
 
 def _num_local() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from egeria.distributed.refuse import has_hooks
 from egeria.model.hooks import Hook
 
 CHECKED_CALLS = 100
@@ -25,15 +26,16 @@ class Steps:
     A call without a step in between is a micro-batch, as in gradient accumulation or where
     `GradScaler` skips a step. Of several optimizers any step counts. An optimizer that is given a
     closure computes its gradients within its step: the callback then follows the closure.
-    Optimizers without hooks are taken to step before each call. `before` is called with an
-    optimizer's number right before its update, until `stop_calling`.
+    `before` is called with an optimizer's number right before its update, until `stop_calling`.
+    Where an optimizer without hooks, which is declined, steps too, each call counts.
     """
 
     def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
         self._optimizers = optimizers
         self._before: Callable[[int], None] | None = before
-        self._counts_all = not all(hasattr(o, "register_step_post_hook") for o in optimizers)
-        self._has_stepped = False
+        self._counts_all = not all(map(has_hooks, optimizers))
+        self.has_stepped = False
+        """Whether an optimizer has stepped since the last call of `take`."""
         self.num_calls = 0
         self.num_steps = [0] * len(optimizers)
         """Steps of each optimizer."""
@@ -59,11 +61,7 @@ class Steps:
     def take(self) -> bool:
         """Return whether an optimizer has stepped since the last call."""
         self.num_calls += 1
-        if self._counts_all:
-            for number in range(len(self._optimizers)):
-                self._call(number)
-            return True
-        counts, self._has_stepped = self._has_stepped, False
+        counts, self.has_stepped = self.has_stepped or self._counts_all, False
         return counts
 
     @property
@@ -78,31 +76,21 @@ class Steps:
         text = f"run.step was called {calls} times, but the optimizer made {made} steps"
         return text if made > 2 * calls else ""  # the hooks of one made of another may fire twice
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return whether an optimizer has stepped since the last call."""
-        return {"has_stepped": self._has_stepped}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-        self._has_stepped = bool(state["has_stepped"])
-
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        number = self._optimizers.index(optimizer)
+        before, number = self._before, self._optimizers.index(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._before is None or closure is None:
-            self._call(number)
+        if before is None:
+            return None
+        if closure is None:
+            before(number)
             return None
 
         def compute_and_call() -> Any:
             loss = closure()
-            self._call(number)
+            before(number)
             return loss
 
         return args[:1], {**kwargs, "closure": compute_and_call}
-
-    def _call(self, number: int) -> None:
-        if self._before is not None:
-            self._before(number)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
@@ -112,7 +100,7 @@ class Steps:
             is_asked = not found_inf.is_cuda or self._before is not None
             if is_asked and bool(found_inf):
                 return
-        self._has_stepped = True
+        self.has_stepped = True
         self.num_steps[self._optimizers.index(optimizer)] += 1
 
     def _remove(self, name: str) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from egeria.config import Config
 from egeria.distributed import ddp, fsdp2
 from egeria.distributed.ranks import is_initialized, together, world_size
-from egeria.errors import StateError, UnsupportedModelError
+from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
+from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.journal import Recorder
 from egeria.model.compile import Compilation
 from egeria.model.cut import Cut, LayerModule, make_modules, read_graph
 from egeria.model.group import find_pieces, parent_of
 from egeria.model.hooks import Hook, sweep
-from egeria.model.pretrained import is_mostly_trained, settings_of_cut
+from egeria.model.pretrained import settings_of_cut
 from egeria.model.watch import Watch
 from egeria.policy import UnfreezeRule
+from egeria.session.checks import length_of
+from egeria.session.steps import CHECKED_CALLS, NO_STEP
 
 
 def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
@@ -31,34 +36,33 @@ def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """The model, its optimizers, and where events are noted."""
+    """What `attach` was given, without wrappers of frameworks, and where events are noted."""
 
     model: nn.Module
-    """Without wrappers."""
+    """Without any wrapper."""
     given: nn.Module
-    """As `attach` was given it: maybe compiled, or in DistributedDataParallel."""
+    """As the loop calls it: maybe compiled, or in DistributedDataParallel."""
     optimizers: Sequence[Any]
+    loader: Any
     config: Config
+    controller: Any
+    """One of the user's own, or the name of a kind."""
     rule: UnfreezeRule
     rule_name: str
     total_steps: int | None
     recorder: Recorder
+    environment: dict[str, Any]
+    """What the journal says of the machine and the data."""
     compilation: Compilation | None = None
     """What compiling costs; None where nothing is compiled."""
-    norms: dict[str, bool] = field(default_factory=dict)
-    """For each normalisation layer whether it came trained; of a resumed run, when that began."""
+    is_pretrained: bool = False
+    """Whether the weights come from an earlier training, most of them at least."""
 
     @property
     def policy_name(self) -> str:
         """The name of the policy, or of what makes it."""
         name = self.config.policy.name
         return name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
-
-    @property
-    def is_pretrained(self) -> bool:
-        """Whether the weights come from an earlier training, most of them at least."""
-        given = self.config.policy.pretrained
-        return is_mostly_trained(self.norms) if given == "auto" else bool(given)
 
     @property
     def device_type(self) -> str:
@@ -77,21 +81,30 @@ class Training:
         """Return all parameters by all of their names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
-    def check_state(self, policy_name: str, parameters: list[str], known: list[str]) -> None:
-        """Raise StateError if a saved state is of another policy or of another model."""
-        if policy_name != self.policy_name:
+    def check_state(self, state: Mapping[str, Any], cut: Cut | None) -> None:
+        """Raise StateError if a saved state is of another policy, model or way to cut it."""
+        name, own = state["policy_name"], self.named()
+        if name != self.policy_name:
             raise StateError(
-                f"A run goes on under the policy that it began with, {policy_name!r}, found "
-                f"{self.policy_name!r}. Give policy={policy_name!r}, or do not load the state."
+                f"A run goes on under the policy that it began with, {name!r}, found "
+                f"{self.policy_name!r}. Give policy={name!r}, or do not load the state."
             )
-        own = self.named()
-        missing = set(parameters) - own.keys()
-        added = {name for name, entry in own.items() if entry.requires_grad}.difference(known)
-        if missing or (parameters and added):
+        if cut is None:
+            return
+        missing = {name for module in cut.modules for name in module.parameters} - own.keys()
+        trained = {name for name, entry in own.items() if entry.requires_grad}
+        added = trained.difference(state["engine"]["parameters"])
+        if missing or added:
             has = "has" if missing else "does not have"
             raise StateError(
                 f"A run's state fits its own model, found that of another model, which {has} "
                 f"{', '.join(sorted(missing or added)[:3])}. Attach the model it was saved from."
+            )
+        cut_by, settings = state["engine"]["cut_by"], asdict(self.config.modules)
+        if cut_by != settings:
+            raise StateError(
+                f"A run keeps the layer modules that it began with, cut by modules={cut_by}, found "
+                f"{settings}. Give those, or load the model and the optimizer alone."
             )
 
 
@@ -113,10 +126,8 @@ class FirstStep:
         self.watch = Watch(training.model, self._pieces)
         self.wrapper = ddp.find_wrapper(training.given)
         """DistributedDataParallel around the model; None where there is none, or not yet."""
-        self.dropped: list[str] = []
-        """Blocks that did not run, although others beside them did, as under LayerDrop."""
         self._seen: set[str] = set()
-        self._to_come = set(range(len(training.optimizers)))
+        self._num_updates = [0] * len(training.optimizers)
 
     def open(self) -> None:
         """Begin to watch."""
@@ -132,27 +143,47 @@ class FirstStep:
         self.watch.close()
         sweep(self._training.model, self)
 
-    def comes_to(self, number: int) -> bool:
-        """Note what has a gradient at an optimizer's first step; return whether it was the last."""
-        if number in self._to_come:
-            self._to_come.discard(number)
-            groups = self._training.optimizers[number].param_groups
-            own = {id(entry) for group in groups for entry in group["params"]}
-            for name, entry in self._training.model.named_parameters():
-                if id(entry) in own and entry.grad is not None:
-                    self._seen.add(name)
-        return not self._to_come
+    def comes_to(self, number: int, num_calls: int) -> bool:
+        """Note which gradients an optimizer's step has; return whether all have stepped by now.
 
-    def cut(self) -> tuple[Cut, str]:
-        """Cut the model, alike on all ranks; return the cut, and why nothing can freeze, if so."""
+        One ahead of any pass and any call of `run.step` is none: `torch.distributed.checkpoint`
+        steps an optimizer to make its state.
+
+        Raises:
+            FreezingEndedError: one of the optimizers has made many steps, and another none. What is
+                watched meanwhile takes memory.
+        """
+        if self.watch.is_empty and not num_calls:
+            return False
+        self._num_updates[number] += 1
+        if self._num_updates[number] > CHECKED_CALLS:
+            raise FreezingEndedError(NO_STEP)
+        groups = self._training.optimizers[number].param_groups
+        own = {id(p) for group in groups for p in group["params"] if p.grad is not None}
+        named = self._training.model.named_parameters()
+        self._seen |= {name for name, entry in named if id(entry) in own}
+        return all(self._num_updates) and bool(self._seen)
+
+    def cut(self) -> tuple[Cut, int | None]:
+        """Cut the model, alike on all ranks, and watch no more.
+
+        Returns:
+            The cut, and the optimizer steps of an epoch, None where they are not known.
+
+        Raises:
+            FreezingEndedError: nothing can be frozen.
+        """
+        self.close()
+        if torch._C._current_graph_task_id() != -1:
+            raise FreezingEndedError(IN_BACKWARD)
         training = self._training
         # by what ran on each of them, in the order of the first
-        views = together(lambda: (list(self.watch.order), self._trained()))
+        views = together(lambda: (list(self.watch.order), self._seen))
         order = [name for name in views[0][0] if all(name in view[0] for view in views)]
-        seen = set.intersection(*(set(view[1]) for view in views))
-        self.dropped = self._find_dropped(order)
-        given, is_pretrained = asdict(training.config.modules), training.is_pretrained
-        settings = settings_of_cut(given, is_pretrained=is_pretrained)
+        seen = set.intersection(*(view[1] for view in views))
+        self._decline_dropped(order)
+        given = asdict(training.config.modules)
+        settings = settings_of_cut(given, is_pretrained=training.is_pretrained)
 
         def read() -> Cut:
             if self.watch.failure:
@@ -168,23 +199,38 @@ class FirstStep:
         reason = "" if is_sharded or world_size() == 1 else ddp.refuse(self.wrapper) or ""
         if not reason and sum(cut.trainable) < 2:
             reason = "fewer than two layer modules received a gradient in the first step"
-        return cut, next(filter(None, together(lambda: reason)), "")
+        length, calls = length_of(training.loader), max(1, self.watch.num_calls)
+        found = together(lambda: (reason, length and math.ceil(length / calls)))
+        if reason := next(filter(None, (reason for reason, _ in found)), ""):
+            raise FreezingEndedError(reason)
+        return cut, found[0][1]
+
+    def _decline_dropped(self, order: Sequence[str]) -> None:
+        """Name blocks that did not run, although others beside them did, as under LayerDrop."""
+        blocks = [piece for piece in self._pieces if piece.role == "block"]
+        kinds = {piece.name: (parent_of(piece.name), type(piece.module)) for piece in blocks}
+        ran = {kind for name, kind in kinds.items() if name in order}
+        if dropped := [name for name in kinds if name not in order and kinds[name] in ran]:
+            self._training.recorder.decline(
+                f"freezing {', '.join(dropped)}",
+                "it did not run in the first step: the backward pass goes on as far as to it",
+            )
 
     def _look_for_wrapper(self, model: nn.Module, *_: Any) -> None:
         self.wrapper = self.wrapper or ddp.find_wrapper(model)
 
-    def _find_dropped(self, order: Collection[str]) -> list[str]:
-        found = [piece for piece in self._pieces if piece.role == "block"]
-        blocks = {piece.name: (parent_of(piece.name), type(piece.module)) for piece in found}
-        ran = {kind for name, kind in blocks.items() if name in order}
-        return [name for name, kind in blocks.items() if name not in order and kind in ran]
 
-    def _trained(self) -> set[str]:
-        """Return the names of the parameters that received a gradient."""
-        if self._seen:
-            return self._seen
-        # An optimizer without hooks: the loop may have set the gradients to None by now.
-        model, order = self._training.model, self.watch.order
-        ran = [model.get_submodule(piece.name) for piece in self._pieces if piece.name in order]
-        own = {id(entry) for part in ran for entry in part.parameters() if entry.requires_grad}
-        return {name for name, entry in model.named_parameters() if id(entry) in own}
+def begin_watch(training: Training) -> tuple[FirstStep | None, str]:
+    """Return what watches a training until its first update; None with the reason if declined.
+
+    Raises:
+        ConfigError: `modules.pattern` matches nothing in the model.
+    """
+    if refusal := reason_to_decline(training.given, training.optimizers):
+        return None, refusal
+    try:
+        return FirstStep(training), ""
+    except UnsupportedModelError as error:
+        if training.config.modules.pattern is not None:
+            raise ConfigError(str(error)) from error
+        return None, str(error)
