@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -187,12 +189,21 @@ class CachedForward:
         self._cache, self._model, self.own_forward = cache, model, own_forward
         self.__wrapped__: Callable[..., Any] = model.forward  # its signature is read from here
 
+    @property
+    def __code__(self) -> Any:
+        """What `torch.export` asks a `forward` for."""
+        return self.__wrapped__.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have the cache make the pass."""
         return self._cache.forward(partial(self.__wrapped__, *args, **kwargs), args, kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.own_forward is not None:
+            return copy.deepcopy(self.own_forward, memo)
+        return MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
+
+    def __reduce__(self) -> Any:
         if self.own_forward is not None:
             return itemgetter(0), ([self.own_forward],)
-        method = type(self._model).forward
-        return partial, (method,), (method, (self._model,), {}, None)
+        return getattr, (self._model, "forward")
