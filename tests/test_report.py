@@ -7,6 +7,8 @@ import html.parser
 import math
 
 import pytest
+import torch
+from torch import nn
 
 import egeria
 from egeria import events
@@ -254,6 +256,37 @@ def test_the_pace_is_that_of_most_steps_and_not_of_most_intervals(tmp_path):
 def test_where_only_the_beginning_ran_unfrozen_the_estimate_is_said_to_be_high(tmp_path, total_steps, is_early):
     course = [started(total_steps=total_steps), *run_of_75_steps()[1:]]
     assert ("probably a little less" in str(report(write(tmp_path, course)))) == is_early
+
+
+def test_the_most_memory_is_told_by_depth_where_there_is_an_accelerator(tmp_path):
+    course = run_of_75_steps()
+    assert "most memory" not in str(report(write(tmp_path / "cpu", course)))
+    held = {0: 3 * 2**30, 1: 2 * 2**30, 2: 2**30}
+    course = [
+        dataclasses.replace(e, memory_bytes=held[e.frozen] + e.step) if isinstance(e, events.IntervalMeasured) else e
+        for e in course
+    ]
+    made = report(write(tmp_path / "gpu", course))
+    assert [pace.memory_bytes for pace in made.summary.paces] == [3 * 2**30 + 70, 2 * 2**30 + 50, 2**30 + 60]
+    assert "3,072.0 MiB with nothing frozen, 2,048.0 MiB with 1 frozen" in str(made)
+    assert any("1,024.0 MiB" in word for word in page_of(made).words)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
+def test_a_run_on_an_accelerator_tells_its_most_memory(tmp_path):
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"total_steps": 40, "plan": "0:99 0.5:0", "config": {"plasticity": {"interval_steps": 5}}}
+    with egeria.attach(model, optimizer, directory=tmp_path, **options) as run:
+        for _ in range(40):
+            loss = model(torch.ones(4, 512, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+    unfrozen, frozen = report(tmp_path).summary.paces
+    assert 0 < frozen.memory_bytes < unfrozen.memory_bytes
 
 
 def test_a_loss_of_time_is_shown_as_one(tmp_path):

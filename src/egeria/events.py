@@ -97,6 +97,9 @@ class IntervalMeasured(Event, kind="interval"):
     overhead_wall_s: float = 0.0
     """What egeria itself cost in this process so far, as in `RunClosed`."""
     overhead_cpu_s: float = 0.0
+    memory_bytes: int | None = None
+    """Most CUDA memory allocated since the depth last changed, which resets the peak that
+    `torch.cuda.max_memory_allocated` tells; None on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from egeria import events
 from egeria.report import text
 from egeria.report.pictures import draw_pictures
 from egeria.report.summary import Clock, Pace, Summary, ratio
-from egeria.report.wording import duration, number, percent
+from egeria.report.wording import UNKNOWN, duration, mebibytes, number, percent
 
 MAX_EVENTS = 200
 UNLISTED = ("run_started", "interval", "plasticity", "metric", "reading_dropped", "reference")
@@ -50,7 +50,8 @@ def _pace(pace: Pace, summary: Summary) -> tuple[str, ...]:
     wall = percent(ratio(pace.wall_s, summary.wall.unfrozen_iteration_s))
     cpu = percent(ratio(pace.cpu_s, summary.cpu.unfrozen_iteration_s))
     frozen, steps = str(pace.frozen or "nothing"), f"{pace.num_steps:,}"
-    return frozen, steps, duration(pace.wall_s), wall, duration(pace.cpu_s), cpu
+    memory = UNKNOWN if pace.memory_bytes is None else mebibytes(pace.memory_bytes)
+    return frozen, steps, duration(pace.wall_s), wall, duration(pace.cpu_s), cpu, memory
 
 
 def _modules(summary: Summary) -> list[tuple[str, ...]]:

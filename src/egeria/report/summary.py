@@ -29,6 +29,7 @@ class Pace:
     num_steps: int
     wall_s: float
     cpu_s: float
+    memory_bytes: int | None  # most CUDA memory allocated; None on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,9 @@ class Summary:
             group = [interval for interval in self.intervals if interval.frozen == frozen]
             wall_s = _median((each.iteration_wall_s, each.num_steps) for each in group)
             cpu_s = _median((each.iteration_cpu_s, each.num_steps) for each in group)
-            found.append(Pace(frozen, sum(each.num_steps for each in group), wall_s, cpu_s))
+            most = max((each.memory_bytes or 0 for each in group), default=0)
+            num_steps = sum(each.num_steps for each in group)
+            found.append(Pace(frozen, num_steps, wall_s, cpu_s, most or None))
         return tuple(found)
 
     @cached_property

@@ -7,7 +7,7 @@ from collections import Counter
 from egeria import events
 from egeria.policy import BOOTSTRAPPING
 from egeria.report.summary import FEW_STEPS, UNKNOWN_START, Clock, Summary, ratio
-from egeria.report.wording import duration, number, percent, plural
+from egeria.report.wording import duration, mebibytes, number, percent, plural
 
 MAX_METRICS = 4
 SHORT_SHARE = 0.75
@@ -36,6 +36,10 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
         (f"frozen {when}", f"{frozen} ({share} of parameters)"),
         ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
     ]
+    known = {pace.frozen: pace.memory_bytes for pace in summary.paces if pace.memory_bytes}
+    if len(known) > 1:
+        most = [f"{mebibytes(known[depth])} with {depth or 'nothing'} frozen" for depth in known]
+        rows.append(("most memory", ", ".join(most)))
     used = {event.generation: event for event in summary.of(events.CacheUsed)}.values()
     if used:  # the last word on each generation counts
         hits, misses = (sum(getattr(event, name) for event in used) for name in ("hits", "misses"))

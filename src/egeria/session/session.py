@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from egeria.distributed import ddp
@@ -33,6 +34,7 @@ from egeria.policy import (
     Wants,
     first_stage,
 )
+from egeria.random_state import accelerators_of
 from egeria.session.interval import Clock, Seconds
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import Skipping, begin_skipping, steps_until_move
@@ -218,8 +220,10 @@ class Session:
         compiled_s = 0.0 if compilation is None else compilation.look()
         if is_ours:
             clock.spend(compiled_s, compiled_s)
+        devices = accelerators_of(self.training.model)
+        memory_bytes = sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None
         overhead: dict[str, Any] = clock.overhead(is_in_step=True)
-        self.recorder.write(replace(measured, **overhead))
+        self.recorder.write(replace(measured, memory_bytes=memory_bytes, **overhead))
         if clock.total_steps is not None and clock.step > clock.total_steps:
             self.recorder.decline(
                 "planning beyond the end of the run",
@@ -243,6 +247,8 @@ class Session:
             self.recorder.write(refused)
         else:
             parts.applier.apply(depth, self.status.window)
+            for device in accelerators_of(self.training.model):
+                torch.cuda.reset_peak_memory_stats(device)
 
     def _note_status(self, parts: Parts, readings: Sequence[Reading]) -> None:
         """Journal what the policy says of itself: its stage, and what it concluded of readings."""
