@@ -21,7 +21,7 @@ from benchmarks.workloads.vision.cifar10 import read_cifar10
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
 from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Source
 from benchmarks.workloads.vision.recipe import Recipe, cosine_schedule, linear_schedule, step_schedule
-from benchmarks.workloads.vision.recipes import EFFICIENT_RECIPES, MODERN_RECIPES, RECIPES, TRANSFER_RECIPES
+from benchmarks.workloads.vision.recipes import EFFICIENT_RECIPES, RECIPES, TRANSFER_RECIPES
 from benchmarks.workloads.vision.small_deeplab import SmallBackbone, SmallDeepLab
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tinyimagenet20 import read_tinyimagenet20
@@ -97,7 +97,7 @@ def losses(training, count):
 
 def test_every_network_has_a_twin_and_every_tier():
     step = {name for name in BY_NAME if not name.endswith("-cosine")}
-    once = {*TRANSFER_RECIPES, *MODERN_RECIPES, *EFFICIENT_RECIPES}
+    once = {*TRANSFER_RECIPES, *EFFICIENT_RECIPES}
     assert step == {*RECIPES, *once} and len(WORKLOADS) == 2 * len(RECIPES) + len(once)
     assert {f"{name}-cosine" for name in RECIPES} == set(BY_NAME) - step
     for name, workload in BY_NAME.items():

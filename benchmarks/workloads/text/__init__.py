@@ -101,7 +101,6 @@ WORKLOADS: tuple[Workload, ...] = (
     _accuracy("bert-sst2", sst2.build, SST2),
     _accuracy("bert-sst2-lora", sst2.build, SST2_LORA, adapt=sst2.with_adapters),
     _accuracy("bert-sst2-lora-checkpoints", sst2.build, SST2_LORA_CHECKPOINTS, adapt=sst2.with_checkpoints),
-    _accuracy("bert-sst2-last-layer", sst2.build, SST2, adapt=sst2.last_layer),
     _accuracy("mpnet-sst2", sst2.build, SST2_MPNET, load=mpnet.classifier),
     _accuracy("bert-tags", tags.build, TAGS),
     _accuracy("bert-pairs", pairs.build, PAIRS),

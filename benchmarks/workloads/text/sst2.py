@@ -1,4 +1,4 @@
-"""Telling positive from negative sentences: fine-tuning on SST-2, whole, its end, or through adapters."""
+"""Telling positive from negative sentences: fine-tuning on SST-2, whole or through adapters."""
 
 from __future__ import annotations
 
@@ -54,13 +54,6 @@ def with_checkpoints(model: nn.Module) -> nn.Module:
         warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable`", category=FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return with_adapters(model)
-
-
-def last_layer(model: nn.Module) -> nn.Module:
-    """Train the last layer, the pooler and the classifier, as one does with little data: what is before them rests."""
-    for parameter in [*model.bert.embeddings.parameters(), *model.bert.encoder.layer[:-1].parameters()]:
-        parameter.requires_grad_(False)
-    return model
 
 
 def build(

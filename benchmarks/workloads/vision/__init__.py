@@ -6,7 +6,6 @@ Every metric is in %, so that a point is a point.
 from functools import partial
 
 from benchmarks.workloads.vision import efficient, transfer
-from benchmarks.workloads.vision.modern import MODERN
 from benchmarks.workloads.vision.recipe import (
     SCHEDULES,
     Schedule,
@@ -34,7 +33,6 @@ def _workload(task: Task, schedule: Schedule, *, ending: str = "") -> Workload:
 
 WORKLOADS: tuple[Workload, ...] = (
     *(_workload(task, schedule, ending=ending) for task in TASKS for ending, schedule in SCHEDULES.items()),
-    *(_workload(task, warm_cosine_schedule) for task in MODERN),
     _workload(transfer.CLASSES, cosine_schedule),
     _workload(transfer.SMALLER, linear_schedule),
     _workload(transfer.SCENES, linear_schedule),

@@ -100,15 +100,6 @@ RECIPES: dict[str, dict[str, Recipe]] = {
     "deeplabv3-camvid": {"gpu": _CAMVID, "cpu": _CAMVID_ONE_CORE, "smoke": _CAMVID_SMOKE},
 }
 
-# AdamW as for small networks of this kind: Dosovitskiy et al. (2021) and Liu et al. (2022) in small.
-_ADAMW = replace(_CIFAR10, num_epochs=100, lr=1e-3, weight_decay=0.05, is_adamw=True, warmup=0.05, num_judged=0)
-_ADAMW_ONE_CORE = replace(_ADAMW, num_train=10_000, num_epochs=10, batch_size=64, width=0.5)
-_ADAMW_SMOKE = replace(_ADAMW, num_train=256, num_held_out=128, num_epochs=2, batch_size=64, width=0.25)
-MODERN_RECIPES: dict[str, dict[str, Recipe]] = {
-    name: {"gpu": _ADAMW, "cpu": _ADAMW_ONE_CORE, "smoke": _ADAMW_SMOKE} for name in ("vit-cifar10", "convnext-cifar10")
-}
-"""Of networks with layer normalisation."""
-
 # Of the 10,000 training pictures, 2,000 are for judging.
 _TINYIMAGENET20_TRANSFER = Recipe(
     num_train=8_000,
