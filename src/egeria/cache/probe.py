@@ -99,7 +99,7 @@ def _make_pass(
     and changed, by name.
     """
     model, own = boundary.model, batch.first_rows(None)  # a model may overwrite its input
-    with undisturbed(model, gradients=True, keeps_modes=True):
+    with undisturbed(model, as_training=True):
         seed_random_state(model, 0)
         if record is not None:
             record.open()  # the hooks go with the end of the block
