@@ -176,6 +176,11 @@ class CachedForward:
         self._cache, self._model, self.own_forward = cache, model, own_forward
         self.__wrapped__: Callable[..., Any] = model.forward  # its signature is read from here
 
+    @property
+    def __code__(self) -> Any:
+        """What `torch.export` asks a `forward` for."""
+        return self.__wrapped__.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have the cache make the pass."""
         return self._cache.forward(partial(self.__wrapped__, *args, **kwargs), args, kwargs)
