@@ -220,7 +220,7 @@ def test_two_processes_serve_their_own_samples_where_these_are_dealt_out_once(tm
             assert differences(found[name]["weights"], found["computed"]["weights"]) == []
             assert found[name]["losses"] == found["computed"]["losses"]
             ((hits, misses),) = found[name]["used"]
-            assert hits > 180 and misses < 120, (hits, misses)
+            assert hits > 150 and misses < 140, (hits, misses)
             assert found[name]["reasons"] == found[name]["complaints"] == found[name]["warned"] == []
         for name in ("in a file, dealt anew", "in memory, dealt anew"):
             assert found[name]["used"] == [] and "`egeria.ShardSampler`" in found[name]["reasons"][0]

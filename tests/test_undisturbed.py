@@ -110,7 +110,7 @@ def test_nothing_is_left_of_what_a_model_keeps_in_attributes():
         key = model.key.weight
         for _ in range(3):
             if looks:
-                with undisturbed(model, gradients=True):
+                with undisturbed(model, as_training=True):
                     model(x)
             output = model(x)
         assert model.key.weight is key and len(model.losses) == model.counts["calls"] == 3
@@ -227,7 +227,7 @@ def test_attention_that_plans_for_each_shape_is_off_inside_where_another_may_tak
             assert torch.backends.cuda.cudnn_sdp_enabled() is inside
             raise RuntimeError("on purpose")
         assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
-        with undisturbed(nn.Linear(1, 1), keeps_modes=True):
+        with undisturbed(nn.Linear(1, 1), as_training=True):
             assert torch.backends.cuda.cudnn_sdp_enabled() is inside
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before[0])

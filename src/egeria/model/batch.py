@@ -44,19 +44,21 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: Autocast
-    needs_grad: bool = False
-    """Whether something in front of the model is in training too, such as a soft prompt."""
 
     @classmethod
     def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Batch:
         """Return the arguments of a call that is being made, and what holds for it."""
-        needs_grad, autocast = tree.requires_grad((args, kwargs)), Autocast.current(device_type)
-        return cls(args=args, kwargs=kwargs, autocast=autocast, needs_grad=needs_grad)
+        return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type))
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and named arguments as one tree."""
         return self.args, dict(self.kwargs)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether something in front of the model is in training too, such as a soft prompt."""
+        return tree.requires_grad(self.arguments)
 
     @property
     def num_rows(self) -> int | None:

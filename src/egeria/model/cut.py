@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -118,10 +118,7 @@ def make_modules(
         UnsupportedModelError: there is nothing to freeze or nothing to cut at.
     """
     pieces = find_pieces(model, pattern)
-    if order is None and watch is not None:
-        order = list(watch.order)
-    by_name = {piece.name: piece for piece in pieces if piece.role != "direct"}
-    line = [by_name[name] for name in (by_name if order is None else order) if name in by_name]
+    line = _find_line(pieces, watch, order)
     places = _find_places(model, pieces, line, watch)
     line = _with_table_apart(line, places) if tables_apart and pattern is None else line
     atoms = _find_atoms(line)
@@ -147,6 +144,21 @@ def make_modules(
         )
         for group, own, (start, stop) in zip(groups, owned, pairwise(stops), strict=True)
     )
+
+
+def _find_line(
+    pieces: Sequence[Piece], watch: Watch | None, order: Iterable[str] | None
+) -> list[Piece]:
+    """Return the pieces that ran, by their last call; without a pass all, as they are defined."""
+    if watch is not None and watch.is_reentrant:
+        raise UnsupportedModelError(
+            "A reentrant checkpoint hides what runs in it, and loses gradients behind a frozen "
+            "layer. Give `checkpoint`, or gradient_checkpointing_kwargs, use_reentrant=False."
+        )
+    by_name = {piece.name: piece for piece in pieces if piece.role != "direct"}
+    if order is None:
+        order = by_name if watch is None else watch.order
+    return [by_name[name] for name in order if name in by_name]
 
 
 def _find_places(

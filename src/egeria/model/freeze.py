@@ -148,16 +148,12 @@ def _needs_mode(part: nn.Module) -> bool:
     with a `train` of its own has its user's mode.
     """
     train = vars(part).get("train")
-    if not (train is None or isinstance(train, _Train) or _is_in_copy(train, part)):
+    is_of_a_copy = getattr(train, "func", None) is type(part).train  # of one that was frozen
+    if not (train is None or isinstance(train, _Train) or is_of_a_copy):
         return True
     own = [p for p in part.parameters(recurse=False) if p.dim() > 1 and not hasattr(p, "to_local")]
     is_quantized = any(type(parameter) is not nn.Parameter for parameter in own)
     return is_quantized or isinstance(part, nn.TransformerEncoderLayer)
-
-
-def _is_in_copy(train: Any, part: nn.Module) -> bool:
-    """Return whether this is what a copy of a frozen submodule has in the place of `_Train`."""
-    return isinstance(train, partial) and train.func is type(part).train
 
 
 class _Held:

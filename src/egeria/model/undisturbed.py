@@ -42,24 +42,20 @@ class TapReachedError(BaseException):
 
 
 @contextmanager
-def undisturbed(
-    model: nn.Module, *, gradients: bool = False, keeps_modes: bool = False
-) -> Iterator[None]:
+def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None]:
     """Put the model in inference mode for the block and leave no trace behind.
 
-    Restored afterwards, also when the block raises: the attributes of every submodule with its
-    mode, what is in those that are containers, random generators or tensors, buffers, weights that
-    were given other memory (`weight.data = ...`), and the random state. Forward hooks are silent:
-    they may collect what they see. Pre-hooks run, since some compute weights. Nothing is compiled,
-    and the fused path of `nn.TransformerEncoder`, which calls no submodule, is off. So is the
-    attention of cuDNN where another can take its place, in any mode: it makes a plan for each new
-    shape, the first in 1.8 s and later ones in 0.15 s on an H100.
+    The block has copies of buffers, and of attributes that are tensors or containers. Restored
+    afterwards, also when it raises: the attributes of every submodule with its mode, random
+    generators, weights that were given other memory (`weight.data = ...`), and the random state.
+    Forward hooks are silent: they may collect what they see. Pre-hooks run, since some compute
+    weights. Nothing is compiled, and the fused path of `nn.TransformerEncoder`, which calls no
+    submodule, is off. So is the attention of cuDNN where another can take its place, in any mode:
+    it makes a plan for each new shape, the first in 1.8 s and later ones in 0.15 s on an H100.
 
     Args:
         model: the model to run.
-        gradients: whether the block records an autograd graph.
-        keeps_modes: leave modes and fused paths as they are, so that the model is called as in
-            training.
+        as_training: leave modes, gradients and fused paths as they are in training.
 
     Raises:
         RuntimeError: the block communicates with other processes of the job, which take no part in
@@ -73,15 +69,16 @@ def undisturbed(
     try:
         _unfinished[model] = before
         _own_passes.depth = before.depth + 1
-        torch.backends.mha.set_fastpath_enabled(before.fused and keeps_modes)
+        before.put_copies()
+        torch.backends.mha.set_fastpath_enabled(before.fused and as_training)
         cuda.enable_cudnn_sdp(before.plans and not (thrifty and cuda.math_sdp_enabled()))
         for module in modules:
             # Not by `train`, since one of the user's own may do more.
-            vars(module)["training"] = module.training and keeps_modes
+            vars(module)["training"] = module.training and as_training
             vars(module)["_forward_hooks"] = OrderedDict()
-            if not keeps_modes:
+            if not as_training:
                 vars(module)["_compiled_call_impl"] = None
-        with kept_random_state(model), torch.set_grad_enabled(gradients), ExitStack() as alone:
+        with kept_random_state(model), torch.set_grad_enabled(as_training), ExitStack() as alone:
             if dist.world_size() > 1:
                 alone.enter_context(_Alone())  # type: ignore[no-untyped-call]
             yield
@@ -117,25 +114,28 @@ class _Before:
     """What a forward pass may change of a model with these submodules, as it is now."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        # Batch normalisation in training mode moves its buffers without counting versions.
-        self._untold = {id(e) for m in modules if m.training for e in m._buffers.values()}
         cuda: Any = torch.backends.cuda
         self.fused, self.plans = torch.backends.mha.get_fastpath_enabled(), cuda.cudnn_sdp_enabled()
         self.depth = getattr(_own_passes, "depth", 0)
-        self._tables = [(vars(m), dict(vars(m)), m._buffers, dict(m._buffers)) for m in modules]
-        tables = [table for _, table, _, _ in self._tables]
-        held = [table[name] for table in tables for name in table if name not in _OF_MODULES]
-        self._contents = [restore for value in held if (restore := _restoring(value)) is not None]
-        held += [entry for *_, table in self._tables for entry in table.values()]
-        tensors = {id(entry): entry for entry in held if isinstance(entry, Tensor)}.values()
-        kept = [entry for entry in tensors if not entry.is_inference()]
-        self._tensors = [(entry, entry._version, entry.detach().clone()) for entry in kept]
+        self._tables = [(t, dict(t)) for m in modules for t in (vars(m), m._buffers)]
         weights = {weight for module in modules for weight in module._parameters.values()}
-        self._weights = [
-            (entry, entry.data)
-            for entry in weights
-            if type(entry) is nn.Parameter and entry.layout is torch.strided
-        ]
+        plain = [entry for entry in weights if type(entry) is nn.Parameter]
+        self._weights = [(e, e.data) for e in plain if e.layout is torch.strided]
+        self._restore_generators: list[Callable[[], object]] = []
+
+    def put_copies(self) -> None:
+        """Give the submodules copies of tensors and containers, for a pass to change."""
+        copies: dict[int, Any] = {}  # by identity: what some share they go on to share
+        for table, before in self._tables:
+            for name in before.keys() - _OF_MODULES:
+                value = before[name]
+                if isinstance(value, Generator):
+                    self._restore_generators.append(restoring(value))
+                elif isinstance(value, Tensor) or type(value) in _CONTAINERS:
+                    if id(value) not in copies:
+                        is_tensor = isinstance(value, Tensor)
+                        copies[id(value)] = value.detach().clone() if is_tensor else value.copy()
+                    table[name] = copies[id(value)]
 
     def restore(self) -> None:
         """Give the model back what it had, and the switches of torch; can be called again."""
@@ -143,33 +143,13 @@ class _Before:
         _own_passes.depth = self.depth
         torch.backends.mha.set_fastpath_enabled(self.fused)
         cuda.enable_cudnn_sdp(self.plans)
-        for attributes, before, buffers, before_buffers in self._tables:
-            restore_table(attributes, before)
-            restore_table(buffers, before_buffers)
-        with torch.no_grad():
-            for tensor, version, saved in self._tensors:
-                if id(tensor) in self._untold:
-                    # `data`: a graph that waits for its backward pass may have saved it.
-                    tensor.data.copy_(saved)
-                elif tensor._version != version:
-                    tensor.copy_(saved)
-        for restore in self._contents:
+        for table, before in self._tables:
+            restore_table(table, before)
+        for restore in self._restore_generators:
             restore()
         for weight, memory in self._weights:
             if weight.data_ptr() != memory.data_ptr():
                 weight.data = memory
-
-
-def _restoring(value: Any) -> Callable[[], object] | None:
-    """Return what gives a container or a generator its contents back; None for anything else."""
-    if isinstance(value, Generator):
-        return restoring(value)
-    return partial(_refill, value, value.copy()) if type(value) in _CONTAINERS else None
-
-
-def _refill(container: Any, before: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, (set, dict)) else container.extend)(before)
 
 
 def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:

@@ -18,10 +18,6 @@ from egeria.model.hooks import Hook, remove, sweep
 
 Node = Any  # of the graph (`Tensor.grad_fn`); while it is held, it keeps its identity
 _current_backward: Any = torch._C._current_graph_task_id  # the backward pass this is in, or -1
-REENTRANT = (
-    "a reentrant checkpoint hides what runs in it, and loses gradients behind a frozen layer. Give "
-    "`checkpoint`, or gradient_checkpointing_kwargs, use_reentrant=False"
-)
 
 
 class Watch:
@@ -53,12 +49,17 @@ class Watch:
         self.read: set[str] = set()
         self.passes: defaultdict[int, set[str]] = defaultdict(set)
         self.num_calls = 0  # of the model: one for each micro-batch
-        self.failure = ""  # of a hook, or of the model: nothing more is noted, and no cut is made
+        self.failure = ""  # of a hook: nothing is noted from then on, and no cut can be made
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has run yet."""
         return not (self.order or self._pass)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether a reentrant checkpoint ran, which hides what runs in it."""
+        return any("CheckpointFunction" in node.name() for node in reach(self.outputs))
 
     @property
     def asked(self) -> set[str]:
@@ -88,8 +89,6 @@ class Watch:
                     if not table:  # an empty one is called in each backward pass
                         setattr(parameter, name, None)
         self._end_pass()
-        if any("CheckpointFunction" in node.name() for node in reach(self.outputs)):
-            self.failure = self.failure or REENTRANT
 
     def _hook(self, note: Callable[..., None], **given: Any) -> Hook:
         return Hook(self, partial(Watch._guarded, note=partial(note, **given)))
