@@ -49,19 +49,19 @@ class Clock:
 
     def __init__(self, total_steps: int | None, interval_steps: int) -> None:
         self.total_steps, self.interval_steps = total_steps, interval_steps
+        # Steps so far, the number of intervals so far, and the step at which this one began.
         self.step = self.evaluation = self.began = 0
-        """Steps so far, the number of intervals so far, and the step at which this one began."""
+        # Median seconds of an iteration in the newest interval with nothing frozen; 0: unknown.
         self.iteration_s = 0.0
-        """Median seconds of an iteration in the newest interval with nothing frozen; 0: unknown."""
         self._losses: list[Loss] = []
         self._held: list[Loss] = []
         self.controller_cpu_s = 0.0  # of a controller process
         self._overhead = self._entered = Seconds()
+        # When the newest call of `run.step` began, and when it returned.
         self._left: Seconds | None = None
-        """When the newest call of `run.step` began, and when it returned."""
         self._iterations: list[Seconds] = []
+        # Iterations of this interval, and the newest of those before, by frozen depth.
         self._earlier: dict[int, list[Seconds]] = {}
-        """Iterations of this interval, and the newest of those before, by frozen depth."""
 
     @property
     def ends(self) -> int:

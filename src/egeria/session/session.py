@@ -35,11 +35,12 @@ from egeria.policy import (
 )
 from egeria.session.interval import Clock, Seconds
 from egeria.session.parts import Parts, make_parts, run_started
-from egeria.session.skipping import Skipping, begin_skipping, steps_until_move
+from egeria.session.skipping import epochs_until_move, follow, make_cache
 from egeria.session.steps import NO_STEP, NO_STEPS, Steps
 from egeria.session.training import FreezingEndedError, Training, begin_watch
 
 if TYPE_CHECKING:
+    from egeria.cache import Cache
     from egeria.session.evaluation import Evaluation
 
 T = TypeVar("T")
@@ -56,30 +57,28 @@ class Session:
 
     def __init__(self, training: Training) -> None:
         self.training, self.recorder = training, training.recorder
+        # The layer modules, front to back; kept when freezing has ended.
         self.modules: tuple[LayerModule, ...] = ()
-        """The layer modules, front to back; kept when freezing has ended."""
         self.plan: Plan | None = None
         self.parts: Parts | None = None
         self.steps = Steps(training.optimizers, self._before_update)
         usual = max(1, (training.total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
         self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps or usual)
+        # What the policy last said of itself.
         self.status = Status(stage=first_stage(training.config.policy.name))
-        """What the policy last said of itself."""
         self._epoch_steps: int | None = None  # where the length of the loader is known
         self._has_started = self._has_ended = self._is_lost = False
-        self._meets = False
-        """Whether the processes of a job come together at each decision."""
-        self._asked = -1
-        """The step up to which the policy was asked; -1 before the first question."""
+        self._meets = False  # whether the processes of a job come together at each decision
+        self._asked = -1  # the step up to which the policy was asked; -1 before the first question
         self._due: float = self.clock.ends
         self._measured_depth: int | None = None
-        self._skipping: Skipping | None = None
+        self._cache: Cache | None = None
         self._first, refusal = begin_watch(training)
         self.steps.open()
         if self._first is None:
             self._end(refusal)
             return
-        self._skipping = begin_skipping(training, self.clock.spend)
+        self._cache = make_cache(training, self.clock.spend)
         self._first.open()
 
     @property
@@ -128,7 +127,8 @@ class Session:
             parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
             self._install(parts)
             parts.announce()
-            self._decide(parts)
+            if len(self.training.optimizers) == 1:  # of several, others have stepped already
+                self._decide(parts)
         self._first, self._due = None, 0  # last, so that what was interrupted is made again
         self.clock.spend(*Seconds.now().since(begin))
 
@@ -266,9 +266,9 @@ class Session:
 
     def _follow_boundary(self, wants: Wants) -> None:
         """Move the boundary of the cache to the depth that is frozen now."""
-        if self._skipping is not None:
-            steps = steps_until_move(self.clock, wants, self.status)
-            self._skipping.follow(self.modules[: self.frozen], steps, self._epoch_steps)
+        if self._cache is not None:
+            epochs = epochs_until_move(self.clock, wants, self.status, self._epoch_steps)
+            follow(self._cache, self.training, self.modules[: self.frozen], epochs)
 
     # --- evaluations, for a policy that wants plasticity -----------------------------------------
 
@@ -398,10 +398,10 @@ class Session:
                 self._try(partial(parts.evaluation.close, for_good=self._has_ended))
         self.parts = None  # last, so that a second call finishes what was interrupted
         if self._has_ended:
-            for part in (self._first, self._skipping, self.training.compilation):
+            for part in (self._first, self._cache, self.training.compilation):
                 if part is not None:
                     self._try(part.close)
-            self._first = self._skipping = None
+            self._first = self._cache = None
 
     def _try(self, action: Callable[[], object]) -> None:
         """Do a part of leaving the model as it was found; the others follow, whatever fails."""

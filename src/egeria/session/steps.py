@@ -34,11 +34,9 @@ class Steps:
         self._optimizers = optimizers
         self._before: Callable[[int], None] | None = before
         self._counts_all = not all(map(has_hooks, optimizers))
-        self.has_stepped = False
-        """Whether an optimizer has stepped since the last call of `take`."""
+        self.has_stepped = False  # whether an optimizer has stepped since the last call of `take`
         self.num_calls = 0
-        self.num_steps = [0] * len(optimizers)
-        """Steps of each optimizer."""
+        self.num_steps = [0] * len(optimizers)  # steps of each optimizer
 
     def open(self) -> None:
         """Register the hooks."""

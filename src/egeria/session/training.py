@@ -117,8 +117,8 @@ class FirstStep:
         self._training = training
         self._pieces = find_pieces(training.model, training.config.modules.pattern)
         self.watch = Watch(training.model, self._pieces)
+        # DistributedDataParallel around the model; None where there is none, or not yet.
         self.wrapper = ddp.find_wrapper(training.given)
-        """DistributedDataParallel around the model; None where there is none, or not yet."""
         self._seen: set[str] = set()
         self._num_updates = [0] * len(training.optimizers)
 
