@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +17,8 @@ from egeria.events import IntervalMeasured
 
 FEWEST = 7
 """Iterations that a median is taken of, where there are so many at a depth."""
+INTERVALS, INTERVAL_STEPS = 100, 100
+"""Of a run under a policy that asks for no intervals: their number, or their length."""
 Loss: TypeAlias = float | Tensor
 
 
@@ -47,8 +50,9 @@ class Clock:
     checkpoint. Losses stay on their device until an interval of `interval_steps` ends.
     """
 
-    def __init__(self, total_steps: int | None, interval_steps: int) -> None:
-        self.total_steps, self.interval_steps = total_steps, interval_steps
+    def __init__(self, total_steps: int | None, interval_steps: int | None = None) -> None:
+        usual = max(1, (total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
+        self.total_steps, self.interval_steps = total_steps, interval_steps or usual
         # Steps so far, the number of intervals so far, and the step at which this one began.
         self.step = self.evaluation = self.began = 0
         # Median seconds of an iteration in the newest interval with nothing frozen; 0: unknown.
@@ -109,7 +113,7 @@ class Clock:
             wall_s, cpu_s = self._overhead.plus(Seconds.now().since(self._entered))
         return {"overhead_wall_s": wall_s, "overhead_cpu_s": cpu_s}
 
-    def end_interval(self, frozen: int) -> IntervalMeasured:
+    def end_interval(self, frozen: int, learning_rate: float) -> IntervalMeasured:
         """End the interval, at this frozen depth, and return what it showed; the next begins."""
         losses, self._losses = to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
@@ -124,7 +128,7 @@ class Clock:
             loss=statistics.fmean(finite) if finite else None,
             num_steps=num_steps,
             num_bad_losses=len(losses) - len(finite),
-            learning_rate=0.0,
+            learning_rate=learning_rate,
             frozen=frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
@@ -152,6 +156,14 @@ class Clock:
         self.iteration_s = float(state["iteration_s"])
         self._losses = [float(loss) for loss in state["losses"]]
         self._held = [float(loss) for loss in state["held"]]
+
+
+def combine(own: IntervalMeasured, all_ranks: Sequence[IntervalMeasured]) -> IntervalMeasured:
+    """Return what an interval showed in this process, with the losses of all processes of a job."""
+    losses = [measured.loss for measured in all_ranks if measured.loss is not None]
+    num_bad = sum(measured.num_bad_losses for measured in all_ranks)
+    loss, rate = statistics.fmean(losses) if losses else None, all_ranks[0].learning_rate
+    return replace(own, loss=loss, num_bad_losses=num_bad, learning_rate=rate)
 
 
 def read_loss(loss: Any) -> Loss:
