@@ -25,7 +25,7 @@ from egeria.policy import (
 )
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
-from egeria.session.interval import Clock
+from egeria.session.clock import Clock
 from egeria.session.training import Training
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What happens at each step of the loop: the cut, intervals, questions to the policy, our faults.
 
-One batch: the optimizer's hook notes its step (`steps`), `step` takes in the loss and mostly
+One batch: the optimizer's hook notes its step (`clock`), `step` takes in the loss and mostly
 returns. Where an interval ends or the policy asked for it, `_decide` asks the policy, and `_ask`
 sets the depth that it gives or refuses it (`apply`).
 """
@@ -31,10 +31,9 @@ from egeria.policy import (
     Wants,
     first_stage,
 )
-from egeria.session.interval import Clock, Seconds, combine
+from egeria.session.clock import NO_STEP, NO_STEPS, Clock, Seconds, Steps, combine
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import epochs_until_move, follow, make_cache
-from egeria.session.steps import NO_STEP, NO_STEPS, Steps
 from egeria.session.training import FreezingEndedError, Training, begin_watch
 
 if TYPE_CHECKING:

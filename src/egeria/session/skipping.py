@@ -16,7 +16,7 @@ from egeria.distributed.ranks import exchange, world_size
 from egeria.model.cut import LayerModule
 from egeria.policy import Status, Wants
 from egeria.session.checks import length_of
-from egeria.session.interval import Clock
+from egeria.session.clock import Clock
 from egeria.session.training import Training
 
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"

@@ -24,7 +24,7 @@ from egeria.model.pretrained import settings_of_cut
 from egeria.model.watch import Watch
 from egeria.policy import UnfreezeRule
 from egeria.session.checks import length_of
-from egeria.session.steps import CHECKED_CALLS, NO_STEP
+from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
