@@ -118,8 +118,6 @@ class PlasticityRead(Event, kind="plasticity"):
     wall_s: float
     cpu_s: float
     controller_cpu_s: float = 0.0
-    age: int | None = None
-    """Evaluations since the reference was taken from the training weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

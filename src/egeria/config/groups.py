@@ -84,7 +84,7 @@ class ReferenceConfig(SettingsGroup):
 
     precision: str = setting("auto", choice("auto", "int8", "bf16", "fp32"))
     """Number format: 'int8', 'bf16' or 'fp32'; 'auto' times each once and takes the fastest. What
-    cannot be made, or is too coarse, gives way to the next one, at last to 'fp32'."""
+    cannot be made, or is too coarse, gives way to 'fp32'."""
     device: str = setting("auto", choice("auto", "cpu", "cuda"))
     """Where it runs: 'cpu', 'cuda' (the model's own GPU), or 'auto': the CPU if a core is spare."""
 

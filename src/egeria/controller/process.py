@@ -27,7 +27,7 @@ from egeria.controller.inline import (
 )
 from egeria.controller.worker import Message, handle, pack
 from egeria.errors import brief
-from egeria.events import ControllerChosen, Declined
+from egeria.events import Declined
 from egeria.model.batch import Batch
 from egeria.random_state import RandomState
 
@@ -54,7 +54,7 @@ class ProcessController(Controller):
 
     It is started with the first snapshot. Where it cannot be started, dies, hangs or refuses, what
     it has not answered is evaluated in the training process, and so is everything from there on,
-    with the same readings. So it is in a run that was saved with its evaluations there.
+    with the same readings.
 
     Args:
         plan: how to evaluate.
@@ -85,11 +85,7 @@ class ProcessController(Controller):
         return self._inline is None
 
     def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
-        """Send the weights as they are now, if there is room."""
-        if self._inline is None and state is not None and "reference" in state:
-            reason = "the run was saved with its evaluations in the training process"
-            self._reports.append(ControllerChosen(step=0, controller="inline", reason=reason))
-            self._go_on(InlineController(self._plan))
+        """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
         if self._inline is None and state is None:
             try:
                 return self._send((model, batch), range(NUM_SNAPSHOTS))

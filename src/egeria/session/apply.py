@@ -34,10 +34,8 @@ class Applier:
         self._compilation = training.compilation
         self.freezer = Freezer(training.model, cut, has_hooks=training.compilation is None)
         self._wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
-        self._told = 0
-        """The depth that the journal has."""
-        self.detaches = True
-        """Whether boundaries may still be detached."""
+        self._told = 0  # the depth that the journal has
+        self.detaches = True  # whether boundaries may still be detached
         parameters = dict(training.model.named_parameters())
         self._sizes = {name: entry.numel() for name, entry in parameters.items()}
         trainable = [entry for entry in parameters.values() if entry.requires_grad]

@@ -28,7 +28,7 @@ from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.trackers import find_trackers
 from egeria.session import checks
-from egeria.session.interval import Seconds, read_loss
+from egeria.session.clock import Seconds, read_loss
 from egeria.session.session import Session
 from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.training import Training

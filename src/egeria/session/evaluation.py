@@ -30,7 +30,7 @@ from egeria.model.hooks import Hook, sweep
 from egeria.model.undisturbed import KEPT, capture, is_own_pass, keeps_outside, living, undisturbed
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.wording import plural
-from egeria.session.interval import Clock, Seconds
+from egeria.session.clock import Clock, Seconds
 from egeria.session.training import FreezingEndedError, Training
 
 FAILURES_BEFORE_GIVING_UP = 3
@@ -74,8 +74,7 @@ class Evaluation:
         self._living: set[int] | None = None
         # Whether the model keeps tensors outside of itself; None before a pass was looked at.
         self._keeps_outside: bool | None = None
-        # By evaluation: what it cost, and the age of the reference.
-        self._costs: dict[int, dict[str, Any]] = {}
+        self._costs: dict[int, dict[str, Any]] = {}  # by evaluation
         self._refresh_cost = Seconds()
         self._finished: list[Reading] = []
 
@@ -115,16 +114,15 @@ class Evaluation:
         """
         if self._keeps_outside:
             raise FreezingEndedError(f"{KEPT}. Give a plan instead of the policy 'egeria'")
-        index, refreshed_at = wants.plasticity_of, self._refreshed_at
+        index = wants.plasticity_of
         if interval.loss is None:
             steps = plural(interval.num_steps, "step")
             reason = f"the training loss was not finite for {steps}; nothing is judged meanwhile"
             self.recorder.decline("freezing while the loss is not finite", reason)
-        elif index is not None and self._is_armed and refreshed_at is not None:
-            ticket = Ticket(self.clock.evaluation, index, self.cut.modules[index].tap)
-            self._request(ticket, self.clock.evaluation - refreshed_at)
+        elif index is not None and self._is_armed and self._refreshed_at is not None:
+            self._request(Ticket(self.clock.evaluation, index, self.cut.modules[index].tap))
 
-    def _request(self, ticket: Ticket, age: int) -> None:
+    def _request(self, ticket: Ticket) -> None:
         begin, activation = Seconds.now(), None
         rows = None if self._batch is None else self._batch.first_rows(self._num_samples)
         reason = "the loop does not call the model in training mode"
@@ -142,7 +140,7 @@ class Evaluation:
             return
         self.controller.submit(ticket, rows, activation)
         spent = Seconds.now().since(begin)
-        self._costs[ticket.evaluation] = {**spent._asdict(), "age": age}
+        self._costs[ticket.evaluation] = spent._asdict()
         if self.clock.iteration_s > 0:
             self._budget.note_evaluation(spent.wall_s / self.clock.iteration_s)
 

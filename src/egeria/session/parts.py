@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,21 @@ from egeria.config.checks import resolve
 from egeria.errors import ConfigError
 from egeria.events import PlanMade, RunStarted
 from egeria.model.cut import Cut
-from egeria.policy import PLANNED, Plan, PlanPolicy, Policy, find_maker, find_plan
+from egeria.policy import (
+    BOOTSTRAPPING,
+    PLANNED,
+    Depth,
+    Interval,
+    Plan,
+    PlanPolicy,
+    Policy,
+    Status,
+    find_maker,
+    find_plan,
+)
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
-from egeria.session.interval import Clock
+from egeria.session.clock import Clock
 from egeria.session.training import Training, facts_of
 
 if TYPE_CHECKING:
@@ -45,12 +57,28 @@ class Parts:
         plan, reason, step = str(self.plan), self.plan.reason, recorder.step
         recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
 
-    def make_evaluation(self, clock: Clock) -> Evaluation:
-        """Make what reads plasticity; only a run that needs it imports it."""
+    def ask(self, interval: Interval) -> Depth | None:
+        """Return the policy's answer in plain values; TypeError if the depth is no whole number."""
+        answer = self.policy.observe(interval)
+        return answer and Depth(operator.index(answer.frozen), str(answer.reason))
+
+    def due(self, asked: int) -> float:
+        """Return the next step at which there is something to do, `asked` being the last one."""
+        step = self.policy.wants.next_step(asked)
+        return step if self.evaluation is None else min(step, self.evaluation.due)
+
+    def prepare(self, clock: Clock, status: Status) -> None:
+        """Prepare the next evaluation, if there is to be one."""
+        wanted = self.policy.wants.plasticity_of
+        if self.evaluation is None and (wanted is not None or status.stage == BOOTSTRAPPING):
+            self.evaluation = self._make_evaluation(clock)
+        if self.evaluation is not None:
+            self.evaluation.prepare(wanted)
+
+    def _make_evaluation(self, clock: Clock) -> Evaluation:
         from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
 
-        self.evaluation = make_evaluation(self.training, self.cut, clock)
-        return self.evaluation
+        return make_evaluation(self.training, self.cut, clock)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `make_parts` and `restore` need in a resumed run."""
@@ -68,7 +96,8 @@ class Parts:
     def restore(self, engine: Mapping[str, Any], clock: Clock) -> None:
         """Freeze what a saved state had frozen, and read plasticity as its run did."""
         if engine["evaluator"] is not None:
-            self.make_evaluation(clock).load_state_dict(engine["evaluator"])
+            self.evaluation = self._make_evaluation(clock)
+            self.evaluation.load_state_dict(engine["evaluator"])
         self.applier.detaches = engine["detaches"]
         self.applier.restore(engine["frozen"])
 

@@ -1,6 +1,6 @@
 """What happens at each step of the loop: the cut, intervals, questions to the policy, our faults.
 
-One batch: the optimizer's hook notes its step (`steps`), `step` takes in the loss and mostly
+One batch: the optimizer's hook notes its step (`clock`), `step` takes in the loss and mostly
 returns. Where an interval ends or the policy asked for it, `_decide` asks the policy, and `_ask`
 sets the depth that it gives or refuses it (`apply`).
 """
@@ -25,8 +25,6 @@ from egeria.events import DepthRefused, IntervalMeasured, StageChanged
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
 from egeria.policy import (
-    BOOTSTRAPPING,
-    Depth,
     Interval,
     Plan,
     Reading,
@@ -35,18 +33,16 @@ from egeria.policy import (
     first_stage,
 )
 from egeria.random_state import accelerators_of
-from egeria.session.interval import Clock, Seconds
+from egeria.session.clock import NO_STEP, NO_STEPS, Clock, Seconds, Steps, combine
 from egeria.session.parts import Parts, make_parts, run_started
-from egeria.session.skipping import Skipping, begin_skipping, steps_until_move
-from egeria.session.steps import NO_STEP, NO_STEPS, Steps
+from egeria.session.skipping import epochs_until_move, follow, make_cache
 from egeria.session.training import FreezingEndedError, Training, begin_watch
 
 if TYPE_CHECKING:
+    from egeria.cache import Cache
     from egeria.session.evaluation import Evaluation
 
 T = TypeVar("T")
-INTERVALS, INTERVAL_STEPS = 100, 100
-"""Of a run under a policy that asks for no intervals: their number, or their length."""
 
 
 class Session:
@@ -58,30 +54,27 @@ class Session:
 
     def __init__(self, training: Training) -> None:
         self.training, self.recorder = training, training.recorder
+        # The layer modules, front to back; kept when freezing has ended.
         self.modules: tuple[LayerModule, ...] = ()
-        """The layer modules, front to back; kept when freezing has ended."""
         self.plan: Plan | None = None
         self.parts: Parts | None = None
         self.steps = Steps(training.optimizers, self._before_update)
-        usual = max(1, (training.total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
-        self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps or usual)
+        self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps)
+        # What the policy last said of itself.
         self.status = Status(stage=first_stage(training.config.policy.name))
-        """What the policy last said of itself."""
         self._epoch_steps: int | None = None  # where the length of the loader is known
         self._has_started = self._has_ended = self._is_lost = False
-        self._meets = False
-        """Whether the processes of a job come together at each decision."""
-        self._asked = -1
-        """The step up to which the policy was asked; -1 before the first question."""
+        self._meets = False  # whether the processes of a job come together at each decision
+        self._asked = -1  # the step up to which the policy was asked; -1 before the first question
         self._due: float = self.clock.ends
         self._measured_depth: int | None = None
-        self._skipping: Skipping | None = None
+        self._cache: Cache | None = None
         self._first, refusal = begin_watch(training)
         self.steps.open()
         if self._first is None:
             self._end(refusal)
             return
-        self._skipping = begin_skipping(training, self.clock.spend)
+        self._cache = make_cache(training, self.clock.spend)
         self._first.open()
 
     @property
@@ -130,7 +123,8 @@ class Session:
             parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
             self._install(parts)
             parts.announce()
-            self._decide(parts)
+            if len(self.training.optimizers) == 1:  # of several, others have stepped already
+                self._decide(parts)
         self._first, self._due = None, 0  # last, so that what was interrupted is made again
         self.clock.spend(*Seconds.now().since(begin))
 
@@ -166,7 +160,7 @@ class Session:
             if self.parts is not None:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
-                self._measure(replace(clock.end_interval(0), learning_rate=self._rate()))
+                self._measure(clock.end_interval(0, self._rate()))
             self._plan_next()  # in here too, where a fault of the policy is caught
         self._plan_next()
 
@@ -190,25 +184,22 @@ class Session:
                 self._evaluate(parts, parts.evaluation, interval)
             self._asked = clock.step
         if self.parts is parts:
-            self._look_ahead(parts)
+            parts.prepare(self.clock, self.status)
             if self.frozen != before:
                 self._follow_boundary(parts.policy.wants)
 
     def _end_interval(self, parts: Parts, ends: bool) -> Interval:
         """End the interval, which an asked-for step ends early, and return what it showed."""
-        measured, rate = self.clock.end_interval(self.frozen), self._rate()
-        views = self._together(lambda: (measured.loss, measured.num_bad_losses, rate))
-        losses = [loss for loss, *_ in views if loss is not None]
-        loss, rate = (sum(losses) / len(losses) if losses else None), views[0][2]
-        num_bad = sum(view[1] for view in views)
-        self._measure(replace(measured, loss=loss, num_bad_losses=num_bad, learning_rate=rate))
+        own = self.clock.end_interval(self.frozen, self._rate())
+        measured = combine(own, self._together(lambda: own))
+        self._measure(measured)
         self._together(parts.applier.check_unmoved)
         return Interval(
             step=self.clock.step,
             frozen=self.frozen,
             num_steps=measured.num_steps if ends else 0,
-            loss=loss,
-            learning_rate=rate,
+            loss=measured.loss,
+            learning_rate=measured.learning_rate,
             seconds=measured.iteration_wall_s,
         )
 
@@ -236,7 +227,7 @@ class Session:
         parts = self.parts
         if parts is None:  # a callback for events has closed the run
             return
-        depth = self._together(lambda: _plain(parts.policy.observe(interval)))[0]
+        depth = self._together(lambda: parts.ask(interval))[0]
         self._note_status(parts, interval.readings)
         if depth is None or depth.frozen == self.frozen:
             return
@@ -263,28 +254,16 @@ class Session:
 
     def _plan_next(self) -> None:
         """Find the next step at which something is to be done."""
-        parts, due = self.parts, [float(self.clock.ends)]
-        if parts is not None:
-            due.append(parts.policy.wants.next_step(self._asked))
-        if parts is not None and parts.evaluation is not None:
-            due.append(parts.evaluation.due)
-        self._due = math.inf if self._is_lost else min(due)
+        due = min(self.clock.ends, self.parts.due(self._asked) if self.parts else math.inf)
+        self._due = math.inf if self._is_lost else due
 
     def _follow_boundary(self, wants: Wants) -> None:
         """Move the boundary of the cache to the depth that is frozen now."""
-        if self._skipping is not None:
-            steps = steps_until_move(self.clock, wants, self.status)
-            self._skipping.follow(self.modules[: self.frozen], steps, self._epoch_steps)
+        if self._cache is not None:
+            epochs = epochs_until_move(self.clock, wants, self.status, self._epoch_steps)
+            follow(self._cache, self.training, self.modules[: self.frozen], epochs)
 
     # --- evaluations, for a policy that wants plasticity -----------------------------------------
-
-    def _look_ahead(self, parts: Parts) -> None:
-        """Prepare the next evaluation, if there is to be one."""
-        wanted = parts.policy.wants.plasticity_of
-        if parts.evaluation is None and (wanted is not None or self.status.stage == BOOTSTRAPPING):
-            parts.make_evaluation(self.clock)
-        if parts.evaluation is not None:
-            parts.evaluation.prepare(wanted)
 
     def _evaluate(self, parts: Parts, evaluation: Evaluation, interval: Interval) -> None:
         """Have the plasticity read that the policy wants, and refresh the reference where due."""
@@ -328,7 +307,7 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; StateError, with nothing changed, where it is of another run."""
         engine, status = state["engine"], Status(**state["status"])
-        Clock(None, 1).load_state_dict(state["clock"])
+        Clock(None).load_state_dict(state["clock"])
         cut = Cut.from_dict(engine["cut"]) if engine else None
         self.training.check_state(state, cut)
         if cut is None and self.parts is not None:  # back to before its first step
@@ -354,7 +333,7 @@ class Session:
             self._first = None
         if engine is not None:
             parts.restore(engine, self.clock)
-            self._look_ahead(parts)
+            parts.prepare(self.clock, self.status)
             self._follow_boundary(parts.policy.wants)
         if self._asked < 0 or parts.policy.wants.next_step(self._asked) <= self.clock.step:
             self._act()  # the state was taken while this was being decided
@@ -404,10 +383,10 @@ class Session:
                 self._try(partial(parts.evaluation.close, for_good=self._has_ended))
         self.parts = None  # last, so that a second call finishes what was interrupted
         if self._has_ended:
-            for part in (self._first, self._skipping, self.training.compilation):
+            for part in (self._first, self._cache, self.training.compilation):
                 if part is not None:
                     self._try(part.close)
-            self._first = self._skipping = None
+            self._first = self._cache = None
 
     def _try(self, action: Callable[[], object]) -> None:
         """Do a part of leaving the model as it was found; the others follow, whatever fails."""
@@ -418,11 +397,6 @@ class Session:
 
     def _rate(self) -> float:
         return self.training.learning_rate(self.modules)
-
-
-def _plain(answer: Depth | None) -> Depth | None:
-    """Return the answer of a policy in plain values; TypeError if its depth is no whole number."""
-    return answer and Depth(operator.index(answer.frozen), str(answer.reason))
 
 
 def _fail(reason: str) -> None:

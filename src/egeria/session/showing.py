@@ -32,8 +32,8 @@ class Showing:
     ) -> None:
         self._recorder, self._trackers, self._speaks = recorder, trackers, speaks
         self._started, self._own = started, list[events.Event]()
+        # What was in the journal before; it counts once a state is loaded.
         self._earlier: tuple[events.Event, ...] = ()
-        """What was in the journal before; it counts once a state is loaded."""
         if recorder.directory is not None:
             with suppress(JournalError):  # there is none, or of a newer version
                 self._earlier = read_journal(recorder.directory).events

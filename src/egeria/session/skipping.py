@@ -14,7 +14,7 @@ from egeria.distributed.ranks import exchange, world_size
 from egeria.model.cut import LayerModule
 from egeria.policy import Status, Wants
 from egeria.session.checks import length_of
-from egeria.session.interval import Clock
+from egeria.session.clock import Clock
 from egeria.session.training import Training
 
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
@@ -29,65 +29,55 @@ NOT_DEALT_ONCE = (
 )
 
 
-class Skipping:
-    """Tells the cache where the boundary is, and for how many epochs it stays there."""
-
-    def __init__(self, cache: Cache, reason: str) -> None:
-        self._cache, self._reason = cache, reason
-
-    def follow(
-        self, frozen: Sequence[LayerModule], steps_ahead: float, epoch_steps: int | None
-    ) -> None:
-        """Move the boundary of the cache: layers were frozen or thawed.
-
-        Args:
-            frozen: the frozen layer modules, front to back.
-            steps_ahead: for how many steps the boundary stays; infinity where that is not known.
-            epoch_steps: of an epoch; None where that is not known.
-        """
-        if self._reason and frozen:
-            self._cache.refuse(frozen[-1].name, self._reason)
-        else:
-            epochs = steps_ahead / epoch_steps if epoch_steps and steps_ahead < math.inf else None
-            self._cache.follow(tuple(frozen), epochs)
-
-    def close(self) -> None:
-        """Stop for good: the loader and the forward pass are the user's own again."""
-        self._cache.close()
-
-
-def begin_skipping(training: Training, spend: Callable[[float, float], None]) -> Skipping | None:
+def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cache | None:
     """Return what skips the frozen forward pass of a run; None where nothing does. All processes of
     a job call this.
 
     Where nobody asked for it, it takes a plan, which tells how long a front stays frozen.
     """
-    config, loader = training.config.cache, training.loader
-    policy_name = training.config.policy.name
+    config, policy_name = training.config.cache, training.config.policy.name
     directory = exchange(training.recorder.directory)[0]  # only the first process knows it
     is_unasked = config.enabled == "auto" and policy_name == "egeria"
     if config.enabled is False or policy_name == "none" or is_unasked:
         return None
-    cache = Cache(
+    return Cache(
         training.model,
         settings=config,
         recorder=training.recorder,
         spend=spend,
         directory=directory,
-        loader=loader,
-        num_batches=length_of(loader),
+        loader=training.loader,
+        num_batches=length_of(training.loader),
         num_local=_num_local(),
     )
-    is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    return Skipping(cache, _refusal(training, is_dealt_once))
 
 
-def steps_until_move(clock: Clock, wants: Wants, status: Status) -> float:
-    """Return for how many steps a boundary stays; infinity where nobody knows."""
+def follow(
+    cache: Cache, training: Training, frozen: Sequence[LayerModule], epochs: float | None
+) -> None:
+    """Move the boundary of the cache: layers were frozen or thawed.
+
+    Args:
+        cache: of the run.
+        training: of the run.
+        frozen: the frozen layer modules, front to back.
+        epochs: for how many epochs the boundary stays; None where that is not known.
+    """
+    if frozen and (reason := _refusal(training)):
+        cache.refuse(frozen[-1].name, reason)
+    else:
+        cache.follow(tuple(frozen), epochs)
+
+
+def epochs_until_move(
+    clock: Clock, wants: Wants, status: Status, epoch_steps: int | None
+) -> float | None:
+    """Return for how many epochs a boundary stays; None where that is not known."""
     moves = wants.next_step(clock.step)
     if wants.interval_steps is not None and wants.plasticity_of is not None:
         moves = clock.step + (2 * max(1, status.window) - 1) * clock.interval_steps
-    return max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
+    steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
+    return steps / epoch_steps if epoch_steps and steps < math.inf else None
 
 
 def _num_local() -> int:
@@ -96,7 +86,7 @@ def _num_local() -> int:
     return int(told) if told.isdecimal() and int(told) > 0 else world_size()
 
 
-def _refusal(training: Training, is_dealt_once: bool) -> str:
+def _refusal(training: Training) -> str:
     """Return why the forward pass of a model is not skipped; empty where it may be."""
     if training.compilation is not None:
         return COMPILED
@@ -105,6 +95,6 @@ def _refusal(training: Training, is_dealt_once: bool) -> str:
     if world_size() > 1:
         if any(isinstance(module, nn.SyncBatchNorm) for module in training.model.modules()):
             return SYNCHRONISED
-        if not is_dealt_once:
+        if not isinstance(getattr(training.loader, "sampler", None), ShardSampler):
             return NOT_DEALT_ONCE
     return ""

@@ -24,7 +24,7 @@ from egeria.model.pretrained import settings_of_cut
 from egeria.model.watch import Watch
 from egeria.policy import UnfreezeRule
 from egeria.session.checks import length_of
-from egeria.session.steps import CHECKED_CALLS, NO_STEP
+from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
 
 def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class FirstStep:
         self._training = training
         self._pieces = find_pieces(training.model, training.config.modules.pattern)
         self.watch = Watch(training.model, self._pieces)
+        # DistributedDataParallel around the model; None where there is none, or not yet.
         self.wrapper = ddp.find_wrapper(training.given)
-        """DistributedDataParallel around the model; None where there is none, or not yet."""
         self._seen: set[str] = set()
         self._num_updates = [0] * len(training.optimizers)
 
