@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
+from egeria.cache.rows import true_positions
 from egeria.errors import UncacheableError
 from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import LayerModule
@@ -52,7 +53,11 @@ class Record:
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
         self.kind, self.calls = Kind(), Counter[str]()
-        self.saw_backward = False
+        self.saw_backward = self.reads_padding = False
+        """Whether a backward pass was seen, and whether its loss depends on what the model gives at
+        padding."""
+        self.true_positions: Tensor | None = None
+        """Of the batch; None where it has no padding."""
         self.autocast: Autocast | None = None
         """Within the front: a wrapper around the forward of a model may turn it on."""
         self.value: Tensor | None = None
@@ -69,14 +74,23 @@ class Record:
         for root in self._boundary.roots.values():
             sweep(root, self)
 
-    def await_backward(self, output: Any) -> None:
-        """Note when the backward pass of what a pass gave begins."""
+    def await_backward(self, output: Any, batch: Batch) -> None:
+        """Note when the backward pass of what a pass gave begins, and whether it needs padding."""
+        self.true_positions = true_positions(batch)
         for node in [tensor.grad_fn for tensor in tree.tensors(output)]:
             if node is not None:
                 node.register_prehook(self._note_backward)
 
-    def _note_backward(self, _gradients: Any) -> None:
+    def _note_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self.saw_backward = True
+        if (kept := self.true_positions) is None:
+            return
+        try:
+            for gradient in gradients:
+                if gradient is not None and gradient.shape[:2] == kept.shape:
+                    self.reads_padding |= bool(gradient[~kept.to(gradient.device)].any())
+        except Exception:  # of a tensor of another kind, in a pass of the user's
+            self.reads_padding = True
 
     def _note(self, _root: nn.Module, _args: Any, output: Any, *, name: str) -> None:
         try:
@@ -181,6 +195,8 @@ class Boundary:
         self.layout: Layout | None = None
         """Known once `prove` has found it."""
         self.limit = 0.0  # relative difference that counts as rounding; known then too
+        self.ignores_padding = False
+        """Whether a loss was seen that does not depend on what the model gives at padding."""
         self.live: frozenset[str] = frozenset()
         """Roots that run all the same: look-ups that depend on no frozen output."""
         self.independent: set[str] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
 from egeria.cache.probe import difference, prove
-from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths
+from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
 from egeria.config import CacheConfig
 from egeria.errors import brief
 from egeria.events import CacheUsed
@@ -32,7 +32,8 @@ UNKNOWN_EPOCH = 10_000  # batches of one whose length nobody knows
 REVIEWED, COMPARED = 50, 8
 """Iterations from the store, and computed ones, that tell whether iterations are shorter."""
 MOST_WAITS = 8
-"""Passes that are waited for a backward pass, and a batch whose padding shows if it matters."""
+"""Passes that are waited for padding, without which nobody can show that it does not matter, and
+for a backward pass."""
 CHECKED_ROWS = 2  # of a batch that is computed for a check: other weights change every row
 PACKED = (
     "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
@@ -201,7 +202,7 @@ class Generation:
         output = call()
         with self._guard(self):
             self._first.value = None
-            self._first.await_backward(output)
+            self._first.await_backward(output, batch)
             require(not keeps_outside(self.boundary.model, output, before), KEPT)
         return output
 
@@ -212,14 +213,15 @@ class Generation:
             return self.boundary.layout is not None
         first.close()
         require(not first.refusal, first.refusal)
-        lengths = true_lengths(batch)
-        is_unpadded = (
-            lengths is not None and min(lengths) == batch.kwargs["attention_mask"].shape[1]
-        )
-        is_fit = first.saw_backward and count_rows(batch) > 1 and not is_unpadded
-        if self._waits < MOST_WAITS and not is_fit:
-            self._waits, self._first = self._waits + 1, first if first.saw_backward else None
+        has_lengths, was_padded = true_lengths(batch) is not None, first.true_positions is not None
+        is_shown = first.saw_backward and (was_padded or not has_lengths)
+        is_fit = count_rows(batch) > 1 and not (has_lengths and true_positions(batch) is None)
+        if self._waits < MOST_WAITS and not (is_shown and is_fit):
+            self._waits, self._first = self._waits + 1, first if is_shown else None
             return False
+        self.boundary.ignores_padding = (
+            was_padded and first.saw_backward and not first.reads_padding
+        )
         prove(self.boundary, batch)
         self._versions, self._first = self.boundary.versions, None
         return True

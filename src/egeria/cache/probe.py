@@ -12,7 +12,7 @@ from torch import Tensor
 
 from egeria import tree
 from egeria.cache.boundary import Boundary, Kind, Layout, Record, require
-from egeria.cache.rows import count_rows, is_cut, take, true_lengths
+from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
 from egeria.model.batch import Batch
 from egeria.model.undisturbed import undisturbed
@@ -65,12 +65,16 @@ def _find_difference(
     Roots that depend on no frozen output, such as a table of positions that later layers read too,
     run live where nothing else helps.
     """
+    layout = boundary.layout
+    is_cut_short = layout is not None and layout.length_axis is not None
+    kept = true_positions(batch) if is_cut_short and boundary.ignores_padding else None
     differing = ""
     for _ in range(2):
         boundary.independent = set()
         try:
             given = _make_pass(boundary, batch, kind=kind, value=value.clone())
-            differing = first_difference(given, computed, boundary.limit)
+            pair = _without_padding(given, kept), _without_padding(computed, kept)
+            differing = first_difference(*pair, boundary.limit)
         except Exception as error:
             differing = f"the pass fails ({brief(error)}), and nothing"
         independent, boundary.independent = boundary.independent - {boundary.tap}, None
@@ -230,6 +234,16 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
         if not is_same:
             return name
     return ""
+
+
+def _without_padding(outcome: Mapping[str, Any], kept: Tensor | None) -> dict[str, Any]:
+    """Return what a pass gave, of the output for each position [B, T, ...] only the `kept` ones."""
+    found = dict(outcome)
+    if kept is not None:
+        outputs = [name for name in found if name.startswith("output")]
+        for name in [n for n in outputs if getattr(found[n], "shape", ())[:2] == kept.shape]:
+            found[name] = found[name][kept.to(found[name].device)]
+    return found
 
 
 def _changed(first: Tensor, second: Tensor) -> list[int]:

@@ -58,6 +58,17 @@ def true_lengths(batch: Batch) -> list[int] | None:
     return found[1:] if found[0] else None
 
 
+def true_positions(batch: Batch) -> Tensor | None:
+    """Return which positions of a padded batch are true elements, as bool [B, T]; None where its
+    rows cannot be cut, or have no padding.
+    """
+    lengths = true_lengths(batch)
+    width = 0 if lengths is None else batch.kwargs["attention_mask"].shape[1]
+    if lengths is None or min(lengths) == width:
+        return None
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
 def is_cut(tensor: Tensor, batch: Batch) -> bool:
     """Return whether an argument with a row for each sample is as long as the attention mask."""
     return tensor.dim() > 1 and tensor.shape[1] == batch.kwargs["attention_mask"].shape[1]
