@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 import weakref
 from contextlib import nullcontext
@@ -13,11 +12,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
 from egeria import advise
-from egeria.cli import main
 from egeria.errors import ConfigError
 from loops import Loop, differences, outside
 from menagerie import SPECIMENS
@@ -137,15 +135,6 @@ def test_it_shows_the_layer_modules_and_the_default_plan_of_attach(is_trained):
     assert ("the default plan" if is_trained else "By default nothing is frozen") in repr(advice)
 
 
-def test_the_command_prints_and_writes_what_text_and_html_show(capsys, tmp_path):
-    file, advice = tmp_path / "advice.json", ask()
-    assert main(["advise", "cli_models:training", "--rounds", "1", "--plan", "0.5:1", "--json", str(file)]) == 0
-    found, printed = json.loads(file.read_text()), capsys.readouterr().out
-    assert "stem" in printed and found["verdict"][:20] in printed and "'0.5:1' would save" in printed
-    assert [(cost["depth"], cost["peak_bytes"]) for cost in found["costs"]] == [(0, None), (1, None)]
-    assert len(repr(advice).splitlines()) >= NUM_BLOCKS + 4 and advice.verdict[:20] in advice._repr_html_()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
 def test_an_accelerator_is_measured(monkeypatch):
@@ -206,16 +195,6 @@ def test_lora_on_a_model_of_hugging_face_needs_no_loss():
     batch = {"input_ids": torch.randint(1, 30, (4, 6)), "labels": torch.tensor([0, 1, 0, 1])}
     assert len(ask(model, [batch] * 3, loss=None, rounds=1).costs) >= 3 and outside(model) == before
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-def test_the_loader_stays_in_order_and_its_batches_are_the_same_at_each_depth():
-    sampler = RandomSampler(samples(), generator=torch.Generator().manual_seed(5))
-    loader = DataLoader(samples(Dear), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
-    before = sampler.generator.get_state()
-    costs = ask(loader=loader, loss=lambda model, batch: spend(batch[0].std().item()) and loss(model, batch)).costs
-    saved_s = [cost.iteration_s - costs[-1].iteration_s for cost in costs]
-    assert torch.equal(sampler.generator.get_state(), before)
-    assert saved_s == pytest.approx([BACKWARD_S * depth for depth in range(NUM_BLOCKS, -1, -1)])
 
 
 def test_the_copy_is_in_training_mode_but_for_parts_in_eval_mode_and_is_gone_afterwards(caplog):

@@ -6,11 +6,8 @@ import copy
 import gc
 import io
 import pickle
-import sys
 import time
 from functools import partial
-from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-import egeria
 from cached import (
     BATCH,
     EPOCH,
@@ -73,12 +69,6 @@ def test_images_in_channels_last_under_autocast_keep_type_and_layout(cache, tmp_
 
     images = Vectors(shape=(3, 8, 8))
     assert_served(compared(tmp_path, cache, build=build, dataset=images, call=call, depth=1))
-
-
-def test_the_whole_body_is_served_while_the_head_alone_trains(tmp_path):
-    trained = compared(tmp_path, MEMORY, depth=4)
-    calls = [block.num_calls for block in trained.model.blocks]
-    assert max(calls) < 30, "of 80 passes those that filled the store and the checks"
 
 
 def test_boundaries_that_move_begin_anew_and_a_thaw_ends_it(tmp_path):
@@ -169,16 +159,6 @@ def test_inputs_that_change_later_are_computed(tmp_path):
 
 
 # Loops
-
-
-def test_epochs_that_are_left_early(tmp_path):
-    def loop(training):
-        with training.noting():
-            for _ in range(10):
-                for batch in islice(training.loader, 7):
-                    training.step(*batch)
-
-    assert_served(compared(tmp_path, FILE, loop), 200)
 
 
 def test_gradients_that_are_accumulated_and_a_validation_in_between(tmp_path):
@@ -458,42 +438,3 @@ def test_a_run_that_is_dropped_or_closed_in_a_pass_frees_everything(tmp_path):
 
     for cache in (MEMORY, FILE):
         assert compared(tmp_path / f"closed{cache['enabled']}", cache, close).hits > 50
-
-
-def test_an_active_layer_that_overwrites_what_crosses_does_no_harm(tmp_path):
-    class Overwriting(Chain):
-        def forward(self, x):
-            x = self.blocks[1](self.blocks[0](x))
-            x.mul_(2)
-            return self.head(self.blocks[3](self.blocks[2](x)))
-
-    assert_served(compared(tmp_path, MEMORY, build=Overwriting))
-
-
-@each_store
-def test_a_cached_batch_enters_few_files(cache, tmp_path):
-    training, library = (
-        Training(tmp_path, cache, dataset=Vectors(10 * NUM_SAMPLES), depth=4),
-        str(Path(egeria.__file__).parent),
-    )
-    training.advance_to(250)
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(library):
-            entered.add(frame.f_code.co_filename.removeprefix(library))
-
-    found = []
-    for inputs, labels in islice(training.batches, 10):  # at some of them an interval ends
-        training.model.train()
-        calls, entered = training.model.blocks[0].num_calls, set()
-        sys.setprofile(note)
-        try:
-            loss = cross_entropy(training.model(inputs), labels)
-            loss.backward()
-            training.advance_optimizer(loss)
-        finally:
-            sys.setprofile(None)
-        assert training.model.blocks[0].num_calls == calls, "it was served"
-        found.append(sorted(entered))
-    training.close()
-    assert len(min(found, key=len)) <= 10, found

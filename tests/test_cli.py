@@ -15,8 +15,6 @@ from egeria.cli import main
 from resnet import cifar_resnet
 from scripted import ScriptedController
 
-VERBS = ("advise", "modules", "report", "doctor")
-
 
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch):
@@ -74,20 +72,6 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"egeria {egeria.__version__}\n"
-
-
-def test_the_help_names_every_verb(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    printed = capsys.readouterr().out
-    assert end.value.code == 0 and all(verb in printed for verb in VERBS)
-
-
 @pytest.mark.parametrize("arguments", [[], ["thaw"], ["report"], ["modules"], ["advise", "a:b", "--rounds", "three"]])
 def test_a_command_that_is_not_understood_ends_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
@@ -120,16 +104,6 @@ def test_advise_refuses_what_is_no_training_with_status_2(path, said, command):
     assert errors.startswith("egeria advise: ") and said in errors
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(("--plan", "half:2"), "plan must be"), (("--json", "no/such/folder/a.json"), "a folder that exists")],
-)
-def test_advise_refuses_wrong_options_before_it_measures(options, said, command):
-    status, output, errors = command("advise", "cli_models:nothing_here", *options)
-    assert status == 2 and not output
-    assert errors.startswith("egeria advise: ") and said in errors
-
-
 def test_modules_prints_the_cut_with_parameters_and_reasons(command):
     status, output, errors = command("modules", "cli_models:resnet_with_example")
     assert status == 0 and errors == ""
@@ -153,21 +127,6 @@ def test_modules_with_an_example_follows_the_execution(command):
     status, output, _ = command("modules", "cli_models:named_with_example")
     assert status == 0 and "In execution order." in output
     assert [row[0] for row in table(output)][-2:] == ["stem", "head"]
-
-
-def test_modules_takes_a_single_tensor_as_example(command):
-    status, output, _ = command("modules", "cli_models:sequence_with_tensor")
-    assert status == 0 and "In execution order." in output
-
-
-def test_modules_prints_a_pattern_as_it_was_given(command):
-    status, output, _ = command("modules", "cli_models:named", "--pattern", "[a-z]+|[/]")
-    assert status == 0 and "'[a-z]+|[/]'" in output
-
-
-def test_modules_finds_what_lies_in_the_working_directory(command, tmp_path):
-    (tmp_path / "lies_here.py").write_text("from cli_models import named as build\n", encoding="utf-8")
-    assert command("modules", "lies_here:build")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -195,12 +154,6 @@ def test_modules_refuses_what_is_no_model_with_status_2(path, said, command):
     assert errors.startswith("egeria modules: ") and said in errors
 
 
-@pytest.mark.parametrize("pattern", ["(", "no_such_layer"])
-def test_modules_refuses_a_pattern_that_cuts_nothing(pattern, command):
-    status, output, errors = command("modules", "cli_models:named", "--pattern", pattern)
-    assert (status, output) == (2, "") and f"'{pattern}'" in errors
-
-
 def test_report_prints_the_summary_and_writes_the_page(run, command):
     status, output, errors = command("report", run)
     assert status == 0 and errors == ""
@@ -213,18 +166,6 @@ def test_a_directory_without_a_journal_ends_with_status_2(command, tmp_path):
     status, output, errors = command("report", tmp_path / "nowhere[/x]")
     assert (status, output) == (2, "")
     assert errors.startswith("egeria report: ") and "nowhere[/x]" in errors and "cannot be read" in errors
-
-
-def test_a_journal_of_a_newer_egeria_ends_with_status_2(command, tmp_path):
-    (tmp_path / "journal.jsonl").write_text('{"event":"journal_opened","schema_version":99}\n', encoding="utf-8")
-    status, _, errors = command("report", tmp_path)
-    assert status == 2 and "schema 99" in errors
-
-
-def test_a_name_that_looks_like_markup_is_printed_as_it_is(tmp_path, command):
-    train(tmp_path / "[bold]")
-    status, output, _ = command("report", tmp_path / "[bold]")
-    assert status == 0 and "[bold]" in output
 
 
 def test_doctor_measures_the_directory(command, tmp_path, monkeypatch):

@@ -141,19 +141,6 @@ def test_every_depth_runs_compiled_and_as_uncompiled(way):
     assert counts[-1][0] <= (2 * BLOCKS if way is block_by_block else num_depths), "a depth seen before was compiled"
 
 
-def test_normalisation_stays_as_it_is_while_the_loop_calls_train():
-    model = Chain(3)
-    called = torch.compile(model, backend="eager", fullgraph=True)
-    freezer = Freezer(model, cut_by(model, ["blocks.0"], ["blocks.1"], ["blocks.2", "head"]), has_hooks=False)
-    called(torch.randn(8, 6))
-    freezer.freeze_to(2)
-    before = [block.norm.running_mean.clone() for block in model.blocks]
-    called.train()
-    called(torch.randn(8, 6))
-    moved = [not torch.equal(block.norm.running_mean, mean) for block, mean in zip(model.blocks, before, strict=True)]
-    assert moved == [False, False, True]
-
-
 def test_a_compiled_part_in_a_wrapper_is_seen():
     model = Chain(3)
     assert not is_compiled(model)
@@ -176,29 +163,7 @@ def test_the_users_own_stance_returns():
             assert settings() == before
 
 
-def test_a_stance_that_the_user_has_set_since_stays():
-    compilation = Compilation()
-    with torch.compiler.set_stance("eager_on_recompile"):
-        compilation.wait()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-    compilation.begin(3)
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-    compilation.close()
-
-
 # --- limits, interrupts --------------------------------------------------------------------------
-
-
-def test_two_runs_at_once_make_room_for_both():
-    before = settings()
-    first, second = Compilation(), Compilation()
-    first.begin(3)
-    second.begin(5)
-    first.begin(3)
-    assert settings()[0] == [limit + 2 * (3 + 1) + 2 * (5 + 1) for limit in before[0]]
-    first.close()
-    second.close()
-    assert settings() == before
 
 
 def interrupted(action, at):

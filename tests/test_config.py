@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from contextlib import nullcontext
@@ -82,24 +81,6 @@ def test_a_value_outside_its_contract_is_refused_with_contract_value_and_next_st
         assert message.endswith("Correct it where the configuration is built or in its TOML file.")
 
 
-def test_edges_of_the_contracts_are_allowed():
-    settings = Config.from_dict({"policy": {"plan": "0:1 .5:0", "start": 0}, "modules": {"target_share": 1}})
-    assert (settings.policy.plan, settings.policy.start, settings.modules.target_share) == ("0:1 .5:0", 0, 1)
-
-
-def test_settings_cannot_be_changed_after_they_were_checked():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().plasticity.window = 0
-
-
-def test_a_group_must_be_of_its_own_kind():
-    for value in [{"window": 3}, None, FreezingConfig()]:
-        with pytest.raises(
-            ConfigError, match=r"plasticity must be an egeria\.config\.PlasticityConfig .*from_dict.* found"
-        ):
-            Config(plasticity=value)
-
-
 def test_unknown_groups_and_fields_are_refused_beside_the_known_ones():
     for table, said in [
         ({"plasticty": {}}, ["the configuration knows", "'plasticty'", "Did you mean 'plasticity'?"]),
@@ -115,24 +96,12 @@ def test_unknown_groups_and_fields_are_refused_beside_the_known_ones():
         assert all(part in str(refusal.value) for part in said), str(refusal.value)
 
 
-def test_what_a_dictionary_leaves_out_keeps_its_default():
-    settings = Config.from_dict({"plasticity": {"window": 4}, "cache": {}})
-    assert settings == Config(plasticity=PlasticityConfig(window=4))
-    assert Config.from_dict({}) == Config()
-
-
 def test_toml_reads_like_the_dictionary():
     text = "[plasticity]\nwindow = 4\n[freezing]\ntolerance_share = 0.5\n"
     assert Config.from_toml(text) == Config(
         plasticity=PlasticityConfig(window=4), freezing=FreezingConfig(tolerance_share=0.5)
     )
     assert Config.from_toml("") == Config()
-
-
-def test_malformed_toml_is_refused_with_its_place():
-    for text in ["[plasticity", "window = ", "[cache]\nenabled = True\n", "[cache]\n[cache]\n"]:
-        with pytest.raises(ConfigError, match=r"must be TOML; .*(line \d+|end of document).*Correct that line"):
-            Config.from_toml(text)
 
 
 def test_an_error_in_a_file_names_the_file(tmp_path):
@@ -184,12 +153,6 @@ def test_whatever_is_written_is_read_back_equal(settings):
     assert Config.from_dict(settings.to_dict()) == settings
 
 
-def test_a_saved_file_is_loaded_equal(tmp_path):
-    settings = Config(modules=ModulesConfig(pattern="Schräg|“stem”"), plasticity=PlasticityConfig(interval_steps=7))
-    settings.save(tmp_path / "settings.toml")
-    assert Config.load(tmp_path / "settings.toml") == settings
-
-
 class Rule:
     """A user's own rule for thawing."""
 
@@ -215,10 +178,6 @@ def test_strategy_objects_stay_in_python(settings, setting, tmp_path):
     with pytest.raises(ConfigError, match=setting):
         settings.save(tmp_path / "settings.toml")
     assert not (tmp_path / "settings.toml").exists()
-
-
-def test_a_dictionary_shows_strategy_objects_by_their_name():
-    assert Config(unfreezing=UnfreezingConfig(rule=Rule())).to_dict()["unfreezing"]["rule"] == "Rule()"
 
 
 # --- several processes ---------------------------------------------------------------------------

@@ -350,21 +350,6 @@ def test_a_process_that_cannot_be_started_is_done_without(program, tmp_path, mon
     training.finish()
 
 
-def test_torch_s_settings_travel_along(tmp_path):
-    class Wide(nn.Linear):
-        def forward(self, x):
-            return super().forward(x.to(torch.get_default_dtype()) @ torch.eye(8))
-
-    torch.set_default_dtype(torch.float64)
-    try:
-        training = Training(tmp_path, specimen_of(lambda: nn.Sequential(*(Wide(8, 8) for _ in range(4)))))
-        training.until_read()
-        assert not training.told(Declined) and training.told(PlasticityRead)[0].controller_cpu_s > 0
-        training.finish()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 # --- a training process that ends, forks or is interrupted ---
 
 

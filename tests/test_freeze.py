@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -148,23 +147,6 @@ def trained(freeze_to):
     return model, optimizer
 
 
-def test_training_is_as_when_frozen_by_hand_bit_for_bit():
-    ours, ours_optimizer = trained(lambda model: Freezer(model, cut_by(model, *GROUPS)).freeze_to)
-    hand, hand_optimizer = trained(lambda model: lambda depth: by_hand(model, depth))
-    assert all(map(torch.equal, ours.state_dict().values(), hand.state_dict().values()))
-    assert len(ours_optimizer.state) == len(hand_optimizer.state)
-
-
-def test_a_thaw_leaves_the_model_as_it_was():
-    plain = looks(made()[0])
-    model, freezer = made(detaches=True, tied=True)
-    for depth in (2, 1, 2, 0):
-        freezer.freeze_to(depth)
-        assert freezer.depth == depth and freezer.is_whole
-        model(torch.randn(3, 4)).sum().backward()
-    assert looks(model) == plain
-
-
 def test_frozen_parameters_hold_no_gradient_and_submodules_are_in_eval_mode():
     model, freezer = made()
     model(torch.randn(3, 4)).sum().backward()
@@ -176,32 +158,6 @@ def test_frozen_parameters_hold_no_gradient_and_submodules_are_in_eval_mode():
     assert all(parameter.grad is None for parameter in model.blocks[0].parameters())
     assert model.blocks[1].linear.weight.grad is not None
     assert not set(FRONT) & set(in_training_mode(model)) and "blocks.1.drop" in in_training_mode(model)
-
-
-def test_a_dropout_of_all_blocks_is_off_only_when_all_are_frozen():
-    model, freezer = made(2, drop=nn.Dropout(0.5))
-    assert model.blocks[0].drop.training and not model.blocks[0].norm.training
-    model.train()
-    assert model.blocks[0].drop.training
-    freezer = Freezer(model, cut_by(model, ["stem", "blocks.0"], ["blocks.1", "blocks.2"], ["head"]))
-    freezer.freeze_to(2)
-    assert not model.blocks[0].drop.training
-    freezer.freeze_to(1)
-    assert model.blocks[0].drop.training
-
-
-def test_a_dropout_that_the_model_itself_uses_stays_on():
-    model = Net(drop=nn.Dropout(0.5))
-    model.last = model.blocks[0].drop
-    Freezer(model, cut_by(model, ["stem", "blocks.0"], ["blocks.1", "blocks.2"], ["head"])).freeze_to(2)
-    assert model.last.training
-
-
-def test_a_second_name_of_a_submodule_with_parameters_is_no_use():
-    model = Net()
-    model.first_norm, model.first = model.blocks[0].norm, model.blocks[0]
-    Freezer(model, cut_by(model, *GROUPS)).freeze_to(1)
-    assert not model.first_norm.training and not model.first.drop.training
 
 
 def test_a_normalisation_that_is_kept_trainable_stays_as_the_user_has_it():
@@ -225,27 +181,6 @@ def test_a_layer_module_in_which_nothing_trains_keeps_its_owners_modes():
 
 
 # --- what the user changes meanwhile -------------------------------------------------------------
-
-
-def test_the_users_own_freeze_outlives_the_thaw():
-    model, freezer = made(2)
-    model.blocks[0].requires_grad_(False)
-    assert freezer.moved() == []
-    freezer.freeze_to(0)
-    assert not any(parameter.requires_grad for parameter in model.blocks[0].parameters())
-    assert model.blocks[1].linear.weight.requires_grad and model.stem.weight.requires_grad
-    freezer.freeze_to(1)
-    freezer.freeze_to(0)
-    assert not model.blocks[0].linear.weight.requires_grad
-
-
-def test_modes_of_the_user_outlive_the_thaw():
-    model, freezer = made(2)
-    model.blocks[0].norm.eval()
-    model.blocks[1].eval()
-    model.blocks[1].train()
-    freezer.freeze_to(0)
-    assert [block.norm.training for block in model.blocks] == [False, True, True]
 
 
 def test_a_mode_set_before_the_freeze_follows_the_loop():
@@ -313,56 +248,6 @@ def test_a_train_of_the_users_class_or_instance_goes_on_to_be_called():
     assert model[0].training and not model[0].norm.training and model[0].linear.train is stay
 
 
-def test_parameters_assigned_while_frozen_train_after_a_thaw():
-    model, freezer = made(1)
-    old = model.stem.weight
-    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-    assert model.stem.weight is not old and not model.stem.weight.requires_grad
-    assert "stem.weight" in freezer.moved()
-    freezer.freeze_to(0)
-    assert trains(model) == trains(Net()) and old.requires_grad
-
-
-@pytest.mark.parametrize("how", [parametrizations.weight_norm, parametrizations.orthogonal])
-def test_parametrizations_registered_while_frozen_train_after_a_thaw(how):
-    model, freezer = made(1)
-    how(model.blocks[0].linear)
-    assert freezer.moved() == ["blocks.0.linear.weight"]
-    freezer.freeze_to(0)
-    new = [name for name in trains(model) if "original" in name]
-    assert new and all("blocks.0.linear.parametrizations.weight" in name for name in new)
-
-
-def test_a_parametrization_removed_while_frozen():
-    model = Net()
-    parametrizations.orthogonal(model.blocks[0].linear)
-    freezer = Freezer(model, cut_by(model, *GROUPS))
-    freezer.freeze_to(1)
-    assert not model.blocks[0].linear.parametrizations.weight[0].training
-    torch.nn.utils.parametrize.remove_parametrizations(model.blocks[0].linear, "weight")
-    freezer.freeze_to(0)
-    assert set(trains(model)) == set(trains(Net()))
-
-
-def test_parametrized_between_cut_and_freeze():
-    model, freezer = made()
-    parametrizations.weight_norm(model.blocks[0].linear)
-    freezer.freeze_to(1)
-    assert not any(name.startswith("blocks.0") for name in trains(model)) and freezer.moved() == []
-
-
-def test_submodules_replaced_while_frozen_train_after_a_thaw():
-    model, freezer = made(2)
-    model.head = nn.Linear(4, 2)
-    assert freezer.moved() == []
-    model.blocks[0].linear = copy.deepcopy(model.blocks[0].linear)
-    model.blocks[1] = Block().requires_grad_(False)
-    assert "blocks.0.linear.weight" in freezer.moved() and "blocks.1.norm.bias" in freezer.moved()
-    freezer.freeze_to(0)
-    assert len(trains(model)) == len(list(model.parameters()))
-    assert set(in_training_mode(model.train())) == {name for name, _ in model.named_modules() if name}
-
-
 # --- copies --------------------------------------------------------------------------------------
 
 
@@ -406,34 +291,10 @@ def test_a_copy_of_a_frozen_model_follows_its_owner(way):
     assert made_copy.train().blocks[0].norm.training and made_copy is made_copy.train()
 
 
-def test_a_submodule_or_a_parameter_copied_alone():
-    model, _ = made(2)
-    for way in (copy.deepcopy, saved):
-        assert way(model.blocks[0]).train().norm.training
-        parameter = way(model.blocks[0].linear.weight)
-        assert parameter.requires_grad_(True) is parameter and parameter.requires_grad
-    assert not model.blocks[0].linear.weight.requires_grad
-
-
-def test_attributes_of_the_user_on_a_frozen_parameter_are_saved():
-    model, _ = made(1)
-    model.stem.weight.kind = "a"
-    assert vars(saved(model).stem.weight) == {"kind": "a"}
-
-
 def test_a_file_needs_no_egeria():
     model, _ = made(2, tied=True, detaches=True)
     assert b"egeria" not in pickle.dumps(nn.ModuleList([model.blocks[0].norm, model.blocks[1].linear]))
     assert b"egeria" not in pickle.dumps([dict(model.blocks[1]._forward_hooks), list(model.parameters())])
-
-
-def test_a_traced_graph_module_is_copied():
-    model = nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout())), nn.Linear(4, 2))
-    freezer = Freezer(model, cut_by(model, ["0"], ["1"]))
-    freezer.freeze_to(1)
-    for way in (copy.deepcopy, saved):
-        assert way(model).train()[0].training
-    assert not model.train()[0].training
 
 
 # --- interrupts ----------------------------------------------------------------------------------
@@ -513,49 +374,6 @@ def test_an_interrupt_in_a_call_of_train_is_made_good_by_the_next():
 # --- what moves ----------------------------------------------------------------------------------
 
 
-def test_an_optimizer_step_on_a_frozen_parameter_is_noticed():
-    model, freezer = made(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    assert freezer.moved() == []
-    model.stem.weight.grad = torch.ones(4, 4)
-    optimizer.step()
-    assert freezer.moved() == ["stem.weight"]
-
-
-@torch.no_grad()
-def test_what_keeps_the_values_is_no_move():
-    model, freezer = made(2)
-    for parameter in model.parameters():
-        parameter.clamp_(-100, 100)
-    average = [parameter.clone() + 1 for parameter in model.parameters()]
-    for _ in range(2):
-        for parameter, other in zip(model.parameters(), average, strict=True):
-            kept = parameter.clone()
-            parameter.copy_(other)
-            other.copy_(kept)
-    assert freezer.moved() == []
-    model.blocks[1].linear.weight.clamp_(0, 0.1)
-    assert freezer.moved() == ["blocks.1.linear.weight"]
-
-
-def test_averages_swapped_in_by_data_are_noticed():
-    model, freezer = made(2)
-    for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-    assert freezer.moved()
-
-
-def test_a_parameter_that_is_switched_on_is_noticed():
-    for switch in (lambda p: p.requires_grad_(), lambda p: setattr(p, "requires_grad", True)):
-        model, freezer = made(1)
-        switch(model.blocks[0].linear.bias)
-        assert freezer.moved() == ["blocks.0.linear.bias"]
-        freezer.freeze_to(0)
-        assert model.blocks[0].linear.bias.requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_parameters_of_any_dtype_are_compared(dtype):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
@@ -590,29 +408,6 @@ def test_statistics_made_anew_on_the_frozen_model():
     model.load_state_dict(plain.state_dict())
     model.train()
     assert not model.blocks[0].norm.training
-
-
-def test_sharded_parameters(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-        for part in (*model, model):
-            torch.distributed.fsdp.fully_shard(part, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-        freezer = Freezer(model, cut_by(model, ["0"], ["1"], ["2"]))
-        for depth in (2, 1):
-            freezer.freeze_to(depth)
-            model(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert freezer.moved() == []
-        model[0].weight.grad = torch.ones_like(model[0].weight)
-        optimizer.step()
-        assert freezer.moved() == ["0.weight"]
-        freezer.freeze_to(0)
-        assert len(trains(model)) == 6
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # --- gradients in the front ----------------------------------------------------------------------
@@ -653,45 +448,6 @@ def test_a_tied_weight_does_not_keep_the_fronts_backward_pass():
     freezer.freeze_to(1, detaches=False)
     gradients(model)
     assert backwards.count == 7
-
-
-def test_hooks_go_where_nothing_is_to_be_detached():
-    model, _ = made(2, detaches=True)
-    assert model._forward_pre_hooks and model.blocks[1]._forward_hooks
-    with torch.no_grad():
-        model(torch.randn(3, 4))
-    assert model._forward_pre_hooks
-    gradients(model)
-    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
-    assert not model.blocks[1]._forward_hooks
-
-
-def test_no_hook_is_put_on_where_none_may_be():
-    model = Net(tied=True)
-    Freezer(model, cut_by(model, *GROUPS, detaches=True), has_hooks=False).freeze_to(2)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_the_gradient_of_an_input_is_there_when_it_is_asked_for():
-    model, _ = made(2, tied=True, detaches=True, drop=nn.Identity())
-    gradients(model)
-    for call in (model, lambda x: model(x=x)):
-        x = torch.randn(3, 4, requires_grad=True)
-        call(x).sum().backward()
-        assert x.grad.abs().sum() > 0
-    backwards = Backwards(model.blocks[0])
-    gradients(model)
-    assert backwards.count == 0
-
-
-def test_parts_called_one_by_one_are_not_detached_before_the_model_was_called():
-    model, _ = made(2, tied=True, detaches=True, drop=nn.Identity())
-    x = torch.randn(3, 4, requires_grad=True)
-    y = x
-    for block in model.blocks:
-        y = block(y)
-    y.sum().backward()
-    assert x.grad is not None
 
 
 @pytest.mark.parametrize("switch", ["call", "assignment"])
@@ -764,36 +520,6 @@ def test_checkpointed_blocks(is_reentrant, makes_leaf):
     freezer.freeze_to(0)
     gradients(model, tokens)
     assert backwards.count == 1 and model.embedding.weight.grad is not None
-
-
-def test_reentrant_checkpoints_where_nothing_may_be_detached():
-    model = Checkpointed(True)
-    groups = (["embedding", "blocks.0"], ["blocks.1"], ["blocks.2", "head"])
-    keep = ("blocks.0.linear.bias",)
-    freezer = Freezer(model, cut_by(model, *groups, keep=keep, is_reentrant=True))
-    model.embedding.register_forward_hook(require_gradients)
-    freezer.freeze_to(2)
-    gradients(model, torch.arange(6).reshape(2, 3))
-    assert model.blocks[0].linear.bias.grad is not None and model.blocks[2].linear.bias.grad is not None
-
-
-def test_a_boundary_in_a_checkpoint_of_the_models_own():
-    class Own(Net):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    model = Own(tied=True, drop=nn.Identity())
-    freezer = Freezer(model, cut_by(model, *GROUPS, detaches=True))
-    for detaches in (True, True):
-        freezer.freeze_to(2, detaches=detaches)
-        backwards = Backwards(model.stem)
-        for _ in range(2):
-            gradients(model)
-        assert backwards.count == 0
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])

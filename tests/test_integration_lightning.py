@@ -24,10 +24,7 @@ from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
 from egeria.events import (  # noqa: E402
     CacheUsed,
     Declined,
-    FaultCaught,
     ModuleFrozen,
-    PlasticityRead,
-    ReadingDropped,
     Resumed,
     RunClosed,
     RunStarted,
@@ -223,13 +220,6 @@ def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
     assert rest == plain and len(ours) > 3
 
 
-def test_the_loggers_get_the_scalars_at_the_steps_of_the_trainer(tmp_path):
-    logged = rows(tmp_path, EgeriaCallback(config=FREEZE, directory=tmp_path / "run"))
-    frozen = {int(row["step"]): float(row["egeria/frozen"]) for row in logged if row["egeria/frozen"]}
-    assert (frozen[5], frozen[6], frozen[11], frozen[12], frozen[20]) == (0, 1, 1, 2, 2)
-    assert any(float(row["egeria/params_frozen"] or 0) > 0 for row in logged)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_report_goes_to_loggers_that_take_files(tmp_path, monkeypatch):
@@ -363,14 +353,6 @@ def test_steps_without_a_loss_are_counted(tmp_path):
     assert freezes(tmp_path) == [(6, 1), (12, 2)]
 
 
-def test_endless_training_has_no_length(tmp_path):
-    config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
-    callback = EgeriaCallback(config=config, controller="inline", directory=tmp_path)
-    trainer = fit(callback, Stops(11, tmp_path / "last.ckpt"), max_epochs=-1)
-    assert trainer.global_step == 11
-    assert read_journal(tmp_path).of(RunStarted)[0].total_steps is None
-
-
 class Endless(IterableDataset):
     """Has no length."""
 
@@ -486,20 +468,6 @@ def test_the_frozen_front_is_stored_and_served(tmp_path):
     assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
 
 
-@pytest.mark.parametrize("both", [lambda: {"a": loader(), "b": loader()}, lambda: [loader(), loader()]])
-def test_several_loaders_are_not_taken_for_one_with_as_many_batches(both, tmp_path):
-    class Several(Classifier):
-        def training_step(self, batch, batch_idx):
-            first, second = batch.values() if isinstance(batch, dict) else batch
-            return super().training_step(first, batch_idx) + super().training_step(second, batch_idx)
-
-    trainer = trainer_of(EgeriaCallback(config=FREEZE, directory=tmp_path))
-    trainer.fit(Several(), both(), loader(2))
-    [started] = read_journal(tmp_path).of(RunStarted)
-    assert started.total_steps == trainer.global_step == 20
-    assert started.environment["steps_per_epoch"] is None
-
-
 def fit_on_ranks(
     folder: str, config: dict[str, Any] | None, options: dict[str, Any], *callbacks: Any
 ) -> dict[str, Any]:
@@ -532,31 +500,6 @@ def test_two_ranks_freeze_alike_and_watch_without_a_trace(tmp_path):
     assert not read_journal(tmp_path / "frozen").of(Declined)
 
 
-@pytest.mark.filterwarnings("ignore:.*log_every_n_steps:UserWarning")
-def test_the_example_trains_with_and_without_its_marked_lines():
-    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
-    source = (Path(__file__).parent.parent / "examples" / "lightning_images.py").read_text()
-    lines = source.splitlines()
-    plain = [line for line in lines if not line.endswith("# egeria")]
-    assert 0 < len(lines) - len(plain) <= 3
-    accuracies = []
-    for code in ("\n".join(plain), source):
-        names: dict[str, Any] = {"__name__": "lightning_images"}
-        exec(compile(code, "lightning_images", "exec"), names)
-        accuracies.append(names["train"](names["parse"](["--steps", "21"])))
-    assert accuracies[0] == accuracies[1]
-    [directory] = Path("egeria_runs").iterdir()
-    assert read_journal(directory).of(RunClosed)[0].step == 21
-
-
-def test_what_runs_in_sixteen_bits_is_evaluated(tmp_path):
-    config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
-    config["controller"] = {"budget_share": 1000.0}
-    fit(EgeriaCallback(config=config, controller="inline", directory=tmp_path), precision="bf16-mixed")
-    journal = read_journal(tmp_path)
-    assert journal.of(PlasticityRead) and not journal.of(Declined)
-
-
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [{"model": Whole}, {"model": Parts, "watched": "net"}], ids=["itself", "part"])
@@ -566,34 +509,3 @@ def test_two_ranks_follow_a_module_that_calls_itself_and_a_part(options, tmp_pat
     assert differences(*weights) == []
     assert freezes(tmp_path) == [(6, 1), (12, 2)]
     assert not read_journal(tmp_path).of(Declined)
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(300)
-def test_two_ranks_read_plasticity(tmp_path):
-    config = {"plasticity": {"interval_steps": 2, "window": 2}, "controller": {"budget_share": 1000.0}}
-    run_ranks(fit_on_ranks, str(tmp_path), {**config, "policy": {"name": "egeria"}}, {"model": Whole})
-    journal = read_journal(tmp_path)
-    assert journal.of(PlasticityRead)
-    assert not journal.of(Declined) and not journal.of(FaultCaught) and not journal.of(ReadingDropped)
-
-
-def test_pytorch_lightning_is_the_same(tmp_path):
-    older = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
-
-    class Older(older.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch, batch_idx):
-            return functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    callback = EgeriaCallback(config=FREEZE, directory=tmp_path)
-    trainer = older.Trainer(callbacks=[callback], max_epochs=EPOCHS, accelerator="cpu", **dict.fromkeys(quiet, False))
-    trainer.fit(Older(), loader())
-    assert freezes(tmp_path) == [(6, 1), (12, 2)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,22 +185,6 @@ def test_entries_of_the_log_have_the_numbers_of_egeria_too(tmp_path):
     assert not [key for entry in silent.state.log_history for key in entry if key.startswith("egeria/")]
 
 
-def test_the_report_goes_to_a_tracker_that_takes_files(tmp_path):
-    kept = []
-
-    class Tracking(TrainerCallback):
-        """Holds its tracker as Trainer's own callback for W&B does."""
-
-        _wandb = SimpleNamespace(
-            log=print,
-            define_metric=print,
-            log_artifact=lambda folder, **names: kept.extend(path.name for path in Path(folder).iterdir()),
-        )
-
-    trainer(tmp_path, EgeriaCallback(FREEZE), callbacks=[Tracking()]).train()
-    assert "report.html" in kept
-
-
 def stop(error):
     def raise_it(model):
         raise error
@@ -288,50 +270,6 @@ def test_checkpoints_that_are_kept_have_its_file(tmp_path):
     assert all(parameter.requires_grad for parameter in trained.model.parameters())
 
 
-class Terminated(TrainerCallback):
-    """Asks for a checkpoint as SIGTERM does, at an event of the step that begins behind another one."""
-
-    def __init__(self, event, behind):
-        setattr(self, event, self.ask)
-        self.behind, self.trainer = behind, None
-
-    def ask(self, args, state, control, **kwargs):
-        if state.global_step == self.behind:
-            found = [getattr(entry, "jit_manager", None) for entry in self.trainer.callback_handler.callbacks]
-            next(entry for entry in found if entry).is_checkpoint_requested = True
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step"])
-def test_a_checkpoint_just_in_time_is_gone_on_from(event, tmp_path):
-    def steady():
-        set_seed(0)
-        return bert(**STEADY)
-
-    whole, _, frozen = train_watched(tmp_path / "whole", FREEZE, model=steady())
-    at = 8
-    asks = Terminated(event, behind=at - 1)
-    callback = EgeriaCallback(FREEZE)
-    cut = trainer(tmp_path, callback, model=steady(), callbacks=[asks], enable_jit_checkpoint=True)
-    asks.trainer = cut
-    cut.train()
-    step = at - 1 if event == "on_step_begin" else at
-    assert cut.state.global_step == at
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
-    last, again = resumed(tmp_path, EgeriaCallback(FREEZE), step=step, model=steady())
-    assert again == {count: depth for count, depth in frozen.items() if count > step}
-    assert losses(last)[step - whole.state.max_steps :] == losses(whole)[step:]
-    theirs = whole.model.state_dict()
-    assert not [name for name, value in last.model.state_dict().items() if not torch.equal(value, theirs[name])]
-    assert [event.step for event in assert_clean(tmp_path / "egeria").of(Resumed)] == [step]
-
-
-def test_a_callback_that_is_sent_to_another_process_follows_there(tmp_path, monkeypatch):
-    sent = pickle.dumps(EgeriaCallback(FREEZE))
-    monkeypatch.setattr(Trainer, "_inner_training_loop", Trainer._inner_training_loop.__wrapped__)  # as it is there
-    trainer(tmp_path, pickle.loads(sent)).train()
-    assert [event.step for event in assert_clean(tmp_path / "egeria").of(ModuleFrozen)] == [4, 8]
-
-
 def test_a_smaller_batch_begins_anew(tmp_path):
     trains = []
 
@@ -355,31 +293,6 @@ def test_a_smaller_batch_begins_anew(tmp_path):
     journal = assert_clean(tmp_path / "egeria-2")
     assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
     assert frozen[16] == 2
-
-
-def fresh():
-    return bert()
-
-
-class Trial(dict):
-    """One of Optuna's, as far as Trainer looks at it."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number, self.params = number, {}
-
-
-def test_trials_of_a_search_have_runs_of_their_own(tmp_path):
-    trained = trainer(tmp_path, EgeriaCallback(FREEZE), save_strategy="steps", save_steps=8)
-    trained.model_init = fresh
-    trained.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
-    trained.hp_space = lambda trial: {"learning_rate": 1e-3 * (1 + trial.number)}
-    for number in range(2):
-        trained.train(trial=Trial(number))
-        folder = tmp_path / f"run-{number}"
-        assert (folder / "checkpoint-16" / STATE_FILE).is_file()
-        journal = assert_clean(folder / "egeria")
-        assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
 
 
 def test_a_fault_of_ours_does_not_stop_the_trainer(tmp_path, monkeypatch):
@@ -470,31 +383,6 @@ def test_trl_s_trainer(tmp_path):
     assert trained.state.log_history[-2]["egeria/frozen"] == 2
 
 
-def test_sentence_transformers_trainer(tmp_path):
-    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    set_seed(0)
-    bert().bert.save_pretrained(tmp_path / "bert")
-    tokenizer(tmp_path).save_pretrained(tmp_path / "bert")
-    parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="an older release")
-    losses_of = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="an older release")
-    words = parts.Transformer(str(tmp_path / "bert"))
-    model = library.SentenceTransformer(modules=[words, parts.Pooling(16)], device="cpu")
-    data = datasets.Dataset.from_dict({"anchor": ["1 2 3", "4 5 6"] * 32, "positive": ["1 2 4", "4 5 7"] * 32})
-    callback = EgeriaCallback(FREEZE)
-    watch = Watch(callback)
-    trained = library.SentenceTransformerTrainer(
-        model=model,
-        args=arguments(tmp_path / "out", library.SentenceTransformerTrainingArguments),
-        train_dataset=data,
-        loss=losses_of.MultipleNegativesRankingLoss(model),
-        callbacks=[callback, watch],
-    )
-    trained.train()
-    assert watch.frozen[16] == 2
-    assert_clean(tmp_path / "out" / "egeria")
-
-
 def train_in_ranks(folder, config, changes):
     """Train in this process of a job as torchrun starts it; return losses, depths, weights and what was declined."""
     rank = torch.distributed.get_rank()
@@ -533,17 +421,6 @@ def test_two_ranks_train_as_without_it_and_freeze_alike(changes, tmp_path):
     assert all((first[2][name] == value).all() for name, value in second[2].items())
     assert first[3] and second[3]
     assert_clean(tmp_path / "egeria")
-
-
-@pytest.mark.dist
-def test_two_ranks_go_on_as_if_uninterrupted(tmp_path):
-    saves = {"save_strategy": "steps", "save_steps": 10}
-    whole = ranks(tmp_path, JUDGE, **saves)
-    assert whole[0][1][16] > 0
-    last = ranks(tmp_path, JUDGE, **saves, resume=str(tmp_path / "checkpoint-10"))
-    for mine, theirs in zip(last, whole, strict=True):
-        assert mine[0] == theirs[0]
-        assert all((mine[2][name] == value).all() for name, value in theirs[2].items())
 
 
 @pytest.mark.dist

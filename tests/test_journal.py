@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria import EgeriaWarning, Journal, JournalError, events, read_journal
+from egeria import EgeriaWarning, JournalError, events, read_journal
 from egeria.journal import FILE_NAME, Recorder
 
 EXAMPLES = [
@@ -132,24 +132,12 @@ def test_a_journal_gives_its_events_in_order_and_by_kind(tmp_path):
     assert journal.num_damaged == 0
 
 
-def test_the_first_event_of_a_kind_that_is_missing_is_none(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    assert read_journal(tmp_path).first(events.Thawed) is None
-    assert read_journal(tmp_path).of(events.Thawed) == []
-
-
 def test_an_event_can_be_read_as_soon_as_it_is_written(tmp_path):
     recorder = Recorder(tmp_path)
     for count in (1, 2, 3):
         recorder.write(logged(count=count))
         assert len(read_journal(tmp_path)) == count
     recorder.close()
-
-
-def test_a_second_writer_appends(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    write(tmp_path, logged(a=2.0))
-    assert [event.values["a"] for event in read_journal(tmp_path)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
@@ -165,15 +153,6 @@ def test_a_torn_last_line_costs_one_event_and_the_next_writer_starts_afresh(kept
     assert ([event.values["a"] for event in reopened], reopened.num_damaged) == ([1.0, 3.0], 1)
 
 
-def test_a_line_torn_only_of_its_end_is_whole(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    path = tmp_path / FILE_NAME
-    path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    write(tmp_path, logged(a=2.0))
-    journal = read_journal(tmp_path)
-    assert ([event.values["a"] for event in journal], journal.num_damaged) == ([1.0, 2.0], 0)
-
-
 FOREIGN = ["no json", "\x00\x00\x00", "[" * 100_000, "1" * 5000, "3", "[]", "null", {"step": 3}, {"event": "frozen"}]
 FOREIGN += [{"event": kind, "step": 3} for kind in ("of another program", [], None)]
 
@@ -182,14 +161,6 @@ def test_foreign_lines_are_counted_and_left_out(tmp_path):
     write_lines(tmp_path, OPENED, *FOREIGN, logged(a=1.0).to_dict(), "", "  ")
     journal = read_journal(tmp_path)
     assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], len(FOREIGN))
-
-
-def test_bytes_that_are_no_text_damage_their_line_alone(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    path = tmp_path / FILE_NAME
-    path.write_bytes(b"\xff\xfe\n" + path.read_bytes())
-    journal = read_journal(tmp_path)
-    assert (len(journal), journal.num_damaged) == (1, 1)
 
 
 def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
@@ -263,16 +234,6 @@ def test_an_event_that_is_no_plain_value_raises_nothing(tmp_path):
         recorder.close()
     assert len(failures) == 1
     assert read_journal(tmp_path).events == (logged(a=1.0),)
-
-
-def test_after_closing_nothing_is_written(tmp_path):
-    with warned() as failures:
-        recorder = Recorder(tmp_path)
-        recorder.close()
-        recorder.close()
-        recorder.write(FROZEN)
-    assert failures == []
-    assert read_journal(tmp_path) == Journal(directory=tmp_path, events=(), num_damaged=0)
 
 
 def test_what_is_declined_again_is_written_once_by_each_process():

@@ -95,21 +95,6 @@ def test_the_store_has_the_journal_at_each_state_and_at_the_end_and_the_report_r
     assert main(["report", URL]) == 0 and f"{URL}/report.html" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_folders_in_the_directory_such_as_the_cache_stay_here():
-    training = Training().go(4)
-    cache = training.run.directory / "cache"
-    cache.mkdir()
-    (cache / "rows").write_bytes(b"many")
-    training.run.close()
-    assert list(MemoryFileSystem.store) == ["/bucket/run/journal.jsonl"]
-
-
-def test_a_directory_of_files_is_made(tmp_path):
-    training = Training(f"file://{tmp_path}/new/run").go(4)
-    training.run.close()
-    assert (tmp_path / "new" / "run" / "journal.jsonl").read_bytes() == training.local()
-
-
 def test_a_store_that_goes_away_costs_one_warning_and_no_step():
     training = Training("away://me:hunter2@bucket/run").go(30)
     Away.is_away = True
@@ -123,16 +108,6 @@ def test_a_store_that_goes_away_costs_one_warning_and_no_step():
     assert b"hunter2" not in training.local()
     with pytest.raises(JournalError, match="no route"):
         egeria.read_journal("away://bucket/run")
-
-
-def test_a_store_that_is_back_has_all_of_it():
-    training = Training("away://bucket/run").go(10)
-    Away.is_away = True
-    with pytest.warns(EgeriaWarning, match="copy the journal"):
-        training.run.state_dict()
-    Away.is_away = False
-    training.go(10).run.close()
-    assert egeria.read_journal("away://bucket/run").events == egeria.read_journal(training.run.directory).events
 
 
 def test_what_the_store_has_is_not_replaced_where_it_could_not_be_read():

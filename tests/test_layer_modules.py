@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50
-from benchmarks.models.segmentation import deeplabv3, unet
+from benchmarks.models.segmentation import deeplabv3
 from examples.resnet import cifar_resnet
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cuts import check_partition, cut, numbered, on_meta, watched
+from cuts import cut, numbered, on_meta
 from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.model.cut import make_modules
 from egeria.model.group import group_atoms, split_evenly
@@ -75,46 +75,12 @@ def test_resnet50_mobilenet_and_deeplab():
     assert modules["backbone.layer4.2"] == ["backbone.layer4.2", *numbered("classifier", 0, 3)]
 
 
-def test_unet_is_cut_in_execution_order():
-    model = unet(width=8)
-    watch = watched(model, lambda model, i: model(torch.randn(1, 1, 16, 16)).sum())
-    assert cut(model)["decoders.0"] == [*numbered("upsamplers", 0, 3), "decoders.0"]
-    found = {"decoders.0": ["upsamplers.0", "decoders.0"], "decoders.1": ["upsamplers.1", "decoders.1"]}
-    modules = cut(model, watch=watch)
-    assert list(modules) == [*numbered("encoders", 0, 3), "bottleneck", *numbered("decoders", 0, 3)]
-    assert modules == {**modules, **found} and modules == cut(model, order=list(watch.order))
-
-
 # --- plain networks: units are atoms ---
 
 
 def test_each_linear_of_a_plain_sequence_is_an_atom():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8))
     assert cut(model) == {"0": ["0"], "2": ["1", "2"], "5": ["3", "4", "5"]}
-
-
-def test_normalisation_joins_the_unit_in_front_and_is_its_tap():
-    model = nn.Sequential(
-        nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()
-    )
-    assert cut(model) == {"1": ["0", "1", "2"], "4": ["3", "4", "5"]}
-    assert [module.tap for module in make_modules(model)] == ["2", "4"]
-
-
-def test_composites_without_repetition_are_taken_apart_but_not_those_of_torch():
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.attention = nn.Embedding(10, 8), nn.MultiheadAttention(8, 2)
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x):
-            return x
-
-    model = nn.Sequential(Encoder(), nn.LSTM(8, 8))
-    assert cut(model) == {"0.embed": ["0.embed"], "0.attention": ["0.attention", "0.norm"], "1": ["1"]}
-    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3)]
-    assert list(cut(nn.Sequential(*layers))) == ["0", "1", "2"], "parametrized layers are not taken apart"
 
 
 # --- transformers ---
@@ -135,21 +101,6 @@ class Transformer(nn.Module):
         return x
 
 
-def test_without_a_pass_direct_parameters_belong_to_what_is_defined_behind_them():
-    modules = make_modules(Transformer())
-    check_partition(Transformer(), modules)
-    assert modules[0].parameters[:4] == ("token", "position", "patch.weight", "patch.bias")
-    assert list(modules[0].submodules) == ["patch", *numbered("encoder.layers", 0, 2)]
-    assert list(modules[-1].submodules) == ["encoder.layers.5", "head"]
-
-
-def test_two_towers_of_one_class_are_stages_and_their_layers_the_atoms():
-    model = nn.ModuleDict({"left": Transformer(), "right": Transformer()})
-    assert blocks_of(model) == [*numbered("left.encoder.layers", 0, 6), *numbered("right.encoder.layers", 0, 6)]
-    first_right = next(module for module in make_modules(model) if "right.patch" in module.submodules)
-    assert {"right.token", "right.position", "left.head.weight"} <= set(first_right.parameters)
-
-
 def test_torch_transformer_has_encoder_before_decoder():
     assert cut(on_meta(nn.Transformer, batch_first=True)) == {
         "encoder.layers.0-encoder.layers.2": numbered("encoder.layers", 0, 3),
@@ -161,35 +112,7 @@ def test_torch_transformer_has_encoder_before_decoder():
     }
 
 
-def test_experts_inside_a_block_do_not_make_it_a_stage():
-    class Expert(nn.Sequential):
-        pass
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.out, self.router = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 4)
-            self.experts = nn.ModuleList(Expert(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4))
-
-        def forward(self, x):
-            return x
-
-    model = nn.Sequential(nn.Linear(3, 8), Block(), Block(), nn.Linear(8, 2))
-    assert cut(model) == {"1": ["0", "1"], "2": ["2", "3"]}
-
-
 # --- tables, and the caller's own cut ---
-
-
-def test_tied_weights_belong_to_the_last_that_uses_them_and_a_table_of_its_own_can_stand_apart():
-    layers = nn.Sequential(nn.Embedding(50, 8), *(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2)))
-    head = nn.Linear(8, 50, bias=False)
-    model = nn.Sequential(layers, head)
-    assert list(cut(model, tables_apart=True)) == ["0.0", "0.1", "0.2"]
-    head.weight = layers[0].weight
-    modules = make_modules(model, tables_apart=True)
-    assert [module.name for module in modules] == ["0.1", "0.2"]
-    assert "0.0.weight" not in modules[0].parameters and "0.0.weight" in modules[1].parameters
 
 
 def test_a_pattern_makes_each_outermost_match_a_module():
@@ -240,11 +163,6 @@ def groups(sizes, names=None, **options):
 def test_small_stages_join_the_one_behind_them_or_before_them_at_the_end():
     assert groups([1, 500, 500, 4], target_share=0.4) == [(0, 2), (2, 3), (3, 4)]
     assert groups([1, 2, 4, 8], minimum_share=1.0, target_share=1.0) == [(0, 3), (3, 4)]
-
-
-def test_alternating_sizes_and_blocks_that_are_wrapped_one_by_one_are_one_stage():
-    assert groups([1, 8] * 4, target_share=0.5) == [(0, 4), (4, 7), (7, 8)]
-    assert groups([5] * 6, [f"layers.{i}.block" for i in range(6)], target_share=0.5) == [(0, 3), (3, 5), (5, 6)]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())

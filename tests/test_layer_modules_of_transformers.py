@@ -1,17 +1,13 @@
 """Where the models of Hugging Face transformers are cut, and how deep they freeze."""
 
-from functools import partial
-
 import pytest
 import torch
-from torch.nn import functional
 
-from cuts import check_depths, check_partition, cut, cut_behind, numbered, on_meta, text_of
+from cuts import cut, cut_behind, numbered, on_meta, text_of
 from egeria.model.cut import make_modules
 
 transformers = pytest.importorskip("transformers")
 
-TOKENS = torch.tensor([[3, 4, 5, 6]])
 SMALL = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MARIAN = {
     **{
@@ -149,13 +145,6 @@ def test_towers_stages_experts_and_two_models_in_one():
     assert blocks_of(bert_to_bert) == [name for layers in both for name in numbered(layers, 0, 3)]
 
 
-@pytest.mark.parametrize("build", [bert, bart, marian, t5, gpt2, vit, clip, swin, hf_resnet, mixtral, bert_to_bert])
-def test_every_parameter_is_in_exactly_one_module(build):
-    model = on_meta(build)
-    check_partition(model, make_modules(model))
-    check_partition(model, make_modules(model, pattern=r".*\.(layers?|h|block|blocks)\.\d+"))
-
-
 # --- what the first passes say ---
 
 
@@ -176,97 +165,3 @@ def step_of(build):
 def small(name, **settings):
     size = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16, **SMALL}
     return getattr(transformers, name)(getattr(transformers, settings.pop("config"))(**size, **settings))
-
-
-mpnet = partial(small, "MPNetForSequenceClassification", config="MPNetConfig")
-llama = partial(small, "LlamaForCausalLM", config="LlamaConfig", num_key_value_heads=2, tie_word_embeddings=True)
-experts = partial(
-    *(small, "MixtralForCausalLM"), config="MixtralConfig", num_key_value_heads=2, output_router_logits=True
-)
-
-
-def segformer():
-    size = {"hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16}
-    model = transformers.SegformerForImageClassification(transformers.SegformerConfig(depths=[2, 1, 1, 1], **size))
-    model.config.image_size = 32
-    return model
-
-
-class Pooled(torch.nn.Module):
-    """Reads the hidden states of several layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.bert, self.head = bert("BertModel", depth=5), torch.nn.Linear(8, 2)
-
-    def forward(self, words):
-        states = self.bert(words, output_hidden_states=True).hidden_states
-        return self.head(torch.stack(states[-4:]).mean(0)[:, 0])
-
-
-def contrast(model, i):
-    pixels = torch.randn(2, 3, 8, 8)
-    words = torch.tensor([[3, 4, 5, 2], [7, 8, 9, 2]])
-    return functional.cross_entropy(model(input_ids=words, pixel_values=pixels).logits_per_image, torch.arange(2))
-
-
-def checkpointed(build, *, use_reentrant):
-    model = build()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    return model
-
-
-def lora(*, use_reentrant=None):
-    peft = pytest.importorskip("peft")
-    settings = {"r": 2, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    model = peft.get_peft_model(llama(use_cache=False), peft.LoraConfig(**settings))
-    if use_reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        model.enable_input_require_grads()
-    return model
-
-
-four = partial(bert, depth=4)
-KINDS = {
-    # kind: (model, step, needs, detaches)
-    "mpnet": (mpnet, text, "0123", "0111"),
-    "llama": (llama, text, "0123", "0111"),
-    "experts": (experts, text, "0123", "0111"),
-    "segformer": (segformer, image, "01234", "01111"),
-    "clip": (clip, contrast, "01234", "01111"),
-    "pooled": (Pooled, lambda model, i: model(TOKENS).sum(), "01234", "01111"),
-    "hidden state": (
-        *(partial(bert, "BertModel", depth=4), "hidden"),
-        *("01", "0110"),
-    ),
-    "full, checkpoint": (partial(checkpointed, four, use_reentrant=False), text, "0123", "0111"),
-    "full, reentrant": (partial(checkpointed, four, use_reentrant=True), text, "0123", "0111"),
-    "lora": (lora, text, "0123", "0111"),
-    "lora, checkpoint": (partial(lora, use_reentrant=False), text, "0123", "0111"),
-    "lora, reentrant": (partial(lora, use_reentrant=True), text, "0123", "0111"),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
-def test_how_deep_a_model_freezes(kind):
-    build, step, needs, detaches = KINDS[kind]
-    if step == "hidden":
-        step = lambda model, i: model(TOKENS, output_hidden_states=True).hidden_states[2].square().mean()  # noqa: E731
-    torch.manual_seed(0)
-    model = build()
-    found = cut_behind(model.train(), step)
-    assert " ".join("".join(map(str, need)) for need in found.needs) == needs
-    assert text_of(found.detaches) == detaches
-    assert found.deepest == found.needs[0][-1]
-    assert found.is_reentrant == ("reentrant" in kind)
-    trained = {name for module in found.modules for name in module.parameters}
-    assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
-    check_depths(lambda: build().train(), step, found)
-
-
-def test_layers_that_the_first_batch_drops_never_freeze():
-    config = transformers.BartConfig(**MARIAN, encoder_layerdrop=0.4)
-    found = cut_behind(transformers.BartForConditionalGeneration(config), text)
-    layers = [name for module in found.modules for name in module.submodules if ".encoder.layers." in name]
-    assert 0 < len(layers) < 6 and found.deepest == len(found.modules) - 1

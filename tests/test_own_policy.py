@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from pathlib import Path
-
 import pytest
-import torch
 
 import egeria
 from egeria import Config, ConfigError, read_journal
 from egeria.events import (
-    ControllerChosen,
-    Declined,
-    DepthRefused,
     FaultCaught,
     ModuleFrozen,
-    PlasticityRead,
     RunStarted,
     Thawed,
 )
 from egeria.policy import POLICIES, Depth, Interval, Policy, Wants, find_maker, find_rule
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
-from scripted import ScriptedController
 
 RESIDUAL = SPECIMENS["residual"]
 
@@ -116,19 +107,6 @@ def test_it_goes_on_from_its_own_state(tmp_path):
     assert frozen_at(tmp_path / "second") == [("thawed", 12), ("frozen", 12)]
 
 
-def test_a_policy_that_fails_never_reaches_the_loop(tmp_path):
-    class Failing(FreezeOnceCalm):
-        def observe(self, interval):
-            raise RuntimeError("injected")
-
-    plain, loop = Loop(RESIDUAL), Loop(RESIDUAL, attaching(tmp_path, Failing))
-    for entry in (plain, loop):
-        entry.step(20)
-    assert differences(plain.everything(), loop.everything()) == []
-    journal = read_journal(tmp_path)
-    assert "injected" in journal.first(FaultCaught).error and "freezing" in journal.first(Declined).what
-
-
 @pytest.mark.parametrize(
     ("answer", "wants"),
     [
@@ -156,17 +134,6 @@ def test_nonsense_of_a_policy_never_reaches_the_loop(answer, wants, tmp_path):
     assert len(read_journal(tmp_path).of(FaultCaught)) == 1
 
 
-def test_a_depth_is_journaled_whatever_kind_of_number_and_reason_it_has(tmp_path):
-    class Odd(FreezeOnceCalm):
-        def observe(self, interval):
-            return Depth(torch.tensor(min(interval.step, 9)), Path("why"))
-
-    loop = Loop(RESIDUAL, attaching(tmp_path, Odd))
-    loop.step(20)
-    journal = read_journal(tmp_path)
-    assert journal.first(ModuleFrozen).reason == "why" and journal.first(DepthRefused).asked > loop.run.frozen > 0
-
-
 def test_a_name_that_is_none_is_refused(tmp_path):
     model = RESIDUAL.build()
     optimizer = Loop(RESIDUAL).make_optimizer(model.parameters())
@@ -185,22 +152,3 @@ def test_every_policy_is_one_and_takes_its_own_state_back(name):
         policy.observe(Interval(step=step, num_steps=10, loss=1.0, learning_rate=0.1))
     other.load_state_dict(policy.state_dict())
     assert other.state_dict() == policy.state_dict() and other.wants.plasticity_of == policy.wants.plasticity_of
-
-
-def test_attach_has_the_last_word_on_the_policy(tmp_path):
-    loop = Loop(RESIDUAL, attaching(tmp_path, "none", config={"policy": {"name": "egeria"}}))
-    loop.run.close()
-    assert read_journal(tmp_path).first(RunStarted).config["policy"]["name"] == "none"
-
-
-@pytest.mark.parametrize("policy", ["none", "plan"])
-def test_no_controller_is_started_for_who_reads_no_plasticity(policy, tmp_path):
-    before = multiprocessing.active_children()
-    loop = Loop(RESIDUAL, attaching(tmp_path / "process", policy, controller="process"))
-    loop.step(20)
-    assert multiprocessing.active_children() == before
-    assert {event.controller for event in read_journal(tmp_path / "process").of(ControllerChosen)} <= {"none"}
-    given = ScriptedController()
-    loop = Loop(RESIDUAL, attaching(tmp_path / "given", policy, controller=given))
-    loop.step(40)
-    assert given.requests == [] and not read_journal(tmp_path / "given").of(PlasticityRead)

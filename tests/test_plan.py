@@ -127,14 +127,6 @@ def test_the_share_that_it_skips_is_that_of_the_backward_passes():
     assert plan("").skipped_share(shares) == plan("step 5:1", total_steps=None).skipped_share(shares) == 0
 
 
-def test_what_it_shows():
-    text = "0.5:1 step 75:2"
-    shown = Plan.parse(text, MODULES, 100, reason="why not")
-    assert str(shown) == text and Plan.parse(str(shown), MODULES, 100, "why not") == shown
-    assert repr(shown) == f"<egeria plan '{text}' of 4 layer modules: why not>"
-    assert "freezes nothing" in repr(plan(""))
-
-
 def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
     drawn = draw_up(MODULES, 1000, pretrained=True)
     assert str(drawn) == "0.6666:1 0.8333:2" and "pretrained" in drawn.reason and "50%" in drawn.reason
@@ -242,13 +234,6 @@ def test_linear_is_the_even_plan_from_its_start():
 def test_by_default_a_pretrained_model_has_the_even_plan_and_another_one_none():
     assert decided(make(pretrained=True)) == {67: 1, 84: 2}
     assert decided(make(pretrained=False)) == decided(make()) == decided(make("none")) == {}
-
-
-def test_a_policy_goes_on_with_the_plan_that_it_began_with():
-    first, second = make(plan="0.5:1 0.75:2"), make(plan="0.6:3")
-    second.load_state_dict(first.state_dict())
-    assert decided(second) == decided(first) == {50: 1, 75: 2}
-    assert (str(second.plan), second.plan.reason) == ("0.5:1 0.75:2", "the run began with it")
 
 
 @pytest.mark.parametrize("name", ["egeria", "none"])
@@ -386,24 +371,6 @@ def test_a_plan_that_names_what_the_model_has_not_is_refused_and_what_never_runs
     assert not read_journal(tmp_path).of(FaultCaught)
 
 
-@pytest.mark.parametrize("options", [{"lr": 0.01}, {"lr": 0.01, "momentum": 0.9}])
-def test_what_has_not_trained_yet_has_no_optimizer_state_and_no_gradient(options, tmp_path):
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    optimizer = (torch.optim.SGD if "momentum" in options else torch.optim.AdamW)(model.parameters(), **options)
-    front, head = [*model[:3].parameters()], [*model[3].parameters()]
-    with egeria.attach(model, optimizer, total_steps=8, plan="0:3 0.5:0", directory=tmp_path) as run:
-        for step in range(8):
-            loss = model(torch.randn(4, 8)).square().mean()
-            loss.backward()
-            if step > 0:  # the first backward pass shows what can be frozen
-                assert all((entry.grad is None) == (step < 4) for entry in front)
-            optimizer.step()
-            assert all(optimizer.state[entry] for entry in head)
-            assert all((entry in optimizer.state) == (step >= 4) for entry in front)
-            optimizer.zero_grad()
-            run.step(loss)
-
-
 def test_a_run_whose_loss_explodes_thaws_and_says_why(tmp_path):
     training = Training(tmp_path, plan="0:2 0.75:1")
     for step in range(TOTAL):
@@ -422,16 +389,6 @@ def test_a_refused_depth_is_asked_for_once():
     assert policy.observe(Interval(step=50, frozen=0)).frozen == 1
     assert policy.observe(Interval(step=60, frozen=0, num_steps=10, loss=1.0)) is None
     assert policy.observe(Interval(step=70, frozen=0, num_steps=10, loss=1.0)).frozen == 2
-
-
-def test_policies_without_a_plan_have_none_and_resume(tmp_path):
-    for policy in ("egeria", "none"):
-        training = Training(tmp_path / policy, policy=policy, total_steps=None).train(1)
-        resumed = Training(tmp_path / f"{policy} resumed", policy=policy, total_steps=None)
-        resumed.run.load_state_dict(training.run.state_dict())
-        resumed.run.close()
-        assert training.run.plan is None and not read_journal(tmp_path / policy).of(PlanMade)
-        training.run.close()
 
 
 @pytest.mark.parametrize("arguments", [{"plan": "0.5:1"}, {"policy": "linear"}])

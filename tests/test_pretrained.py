@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.model.cut import make_modules
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained
 
 WIDTH, STEPS = 16, 40
@@ -71,14 +70,6 @@ def test_a_model_is_what_most_of_its_norms_are():
     model.blocks[3] = Block()
     assert not is_mostly_trained(find_trained_norms(model)), "half of them are not most"
     assert not is_mostly_trained({}), "without norms nothing is known"
-
-
-def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
-    model = pretrained()
-    assert make_modules(model, tables_apart=True, target_share=0.1)[0].name == "table"
-    model.head = nn.Linear(WIDTH, 50, bias=False)
-    model.head.weight = model.table.weight
-    assert make_modules(model, tables_apart=True)[0].name != "table"
 
 
 def train(model, directory, **policy):

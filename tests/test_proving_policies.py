@@ -33,44 +33,12 @@ def test_a_plan_is_given_as_one(text):
     assert more == {"plan": "0.5:1 0.75:2", "config": {"cache": {"enabled": True}}}
 
 
-def test_policies_of_the_library_are_given_by_name():
-    given = parse_policy("linear:start=0.25").attach_arguments()
-    assert given == {"config": {"policy": {"name": "linear", "start": 0.25}}}
-
-
-@pytest.mark.parametrize(
-    ("text", "folder"),
-    [
-        ("static:schedule=0.5:4", "static_schedule_0.5_4"),
-        ("egeria:controller.budget_share=1.0,a.b=x", "egeria_controller.budget_share_1.0_a.b_x"),
-        ("linear", "linear"),
-    ],
-)
-def test_runs_of_earlier_versions_lie_where_they_are_looked_for(text, folder):
-    assert parse_policy(text).folder == folder
-
-
 def test_a_file_gives_settings_as_they_are(tmp_path):
     path = tmp_path / "wide.toml"
     path.write_text("[plasticity]\nwindow = 20\n")
     policy = parse_policy(str(path))
     assert (policy.text, policy.settings) == ("wide", {"plasticity": {"window": 20}})
     assert policy.attach_arguments() == {"config": {"plasticity": {"window": 20}}}
-
-
-def test_default_is_given_no_policy():
-    assert parse_policy("default").attach_arguments() == {}
-
-
-def test_the_same_policy_twice_is_one():
-    assert len(parse_policies(["none,none", "none"])) == 1
-
-
-def test_folders_are_names_that_any_file_system_takes():
-    policies = parse_policies(["static:schedule=0.5:1", f"static:schedule={'+'.join(f'0.{n}:1' for n in range(90))}"])
-    for policy in policies:
-        assert len(policy.folder) <= 100
-        assert not set(policy.folder) & set(":=+/,")
 
 
 @pytest.mark.parametrize(

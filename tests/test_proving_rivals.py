@@ -7,20 +7,17 @@ import math
 
 import pytest
 import torch
-from benchmarks.paper_rule import PaperRule, rule_of
-from benchmarks.proving import RefusedError
+from benchmarks.paper_rule import PaperRule
 from benchmarks.proving.comparing.results import read_outcome
 from benchmarks.proving.journal import JournalWriter, read_journal
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.running.recipe import describe
 from benchmarks.proving.running.training import train
-from benchmarks.rivals import RIVALS, make_rival
+from benchmarks.rivals import make_rival
 from benchmarks.rivals.base import relative_change
-from benchmarks.rivals.by_rule import see
 from benchmarks.rivals.gradients import first_that_changes, percentile
 from benchmarks.rivals.timed import draw_times, find_ends, rate_share
 from tests.pieces import CPU, new_training, wanted_run
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 NUM_STEPS = 5 * 32
@@ -81,12 +78,6 @@ def test_what_is_frozen_does_not_move_and_all_is_given_back(name, tmp_path):
     assert found.num_modules == 4 and 0 < found.skipped.total < 2 / 3 and found.quality > 10
 
 
-@pytest.mark.parametrize("name", RIVALS)
-def test_rivals_have_settings_of_their_own_alone(name):
-    with pytest.raises(RefusedError, match=f"'{name}' trains without egeria and has"):
-        parse_policy(f"{name}:cache.enabled=true")
-
-
 # FreezeOut with three modules, t_0 = 0.5: r = 0.5, 0.75, 1. At a quarter of the training, cosines by hand:
 #   module 0: (1 + cos(pi / 2)) / 2 = 0.5      module 1: (1 + cos(pi / 3)) / 2 = 0.75
 #   module 2: (1 + cos(pi / 4)) / 2 = 0.853553 (the square root of 1/2 is 0.707107)
@@ -98,13 +89,6 @@ def test_freezeout_anneals_each_module_to_zero_at_its_own_time():
     assert found[1] == pytest.approx([0.5, 0.75, 0.853553], abs=1e-6)
     assert found[2] == pytest.approx([0, 0.25, 0.5])
     assert rate_share(0, 0.5, scaled=True) == 2 and rate_share(0.25, 0.75, scaled=True) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [("linear", [0.8, 0.9, 1]), ("squared", [0.64, 0.81, 1]), ("cubic", [0.512, 0.729, 1])]
-)
-def test_freezeout_spaces_by_its_shape(shape, expected):
-    assert find_ends(3, 0.8, shape) == pytest.approx(expected)
 
 
 def test_freezeout_steps_each_layer_module_at_its_own_rate(make):
@@ -186,17 +170,6 @@ def test_the_papers_rule_freezes_at_the_tenth_reading_of_its_worked_example():
     assert again.end_interval(140, 1.0, 0.001) == ["thaw"] and (again.frozen, again.window) == (0, 2)
 
 
-def test_the_rule_for_thaws_goes_by_the_names_of_the_schedule():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-
-    def linear_decay(step):
-        return 1.0
-
-    chained = SequentialLR(optimizer, [StepLR(optimizer, 5), CosineAnnealingLR(optimizer, 5)], [5])
-    found = [rule_of(entry) for entry in (StepLR(optimizer, 5), LambdaLR(optimizer, linear_decay), chained)]
-    assert found == ["step", "linear", "cosine"]
-
-
 def test_weight_change_reads_how_far_the_weights_of_the_front_moved(make):
     training = new_training()
     rival = make(training, "weight_change:plasticity.interval_steps=1,plasticity.window=2")
@@ -210,13 +183,3 @@ def test_weight_change_reads_how_far_the_weights_of_the_front_moved(make):
                 parameter.mul_(1.5)
         rival.end_step(torch.tensor(1.0), None)
     assert read == [(0, pytest.approx(0.5)), (0, pytest.approx(0.5))], "one interval to compare losses, one to begin"
-
-
-def test_a_front_is_seen_in_inference_mode_and_left_as_it_was():
-    training = new_training()
-    training.model.insert(1, torch.nn.Dropout(0.5))
-    batch = next(iter(training.loader))
-    training.model.train()
-    first, second = (see(training.model, training, batch, "1") for _ in range(2))
-    assert torch.equal(first, second) and torch.equal(first, training.model[0](batch[0]))
-    assert training.model[1].training and not first.requires_grad

@@ -125,16 +125,6 @@ def test_what_rests_are_the_layer_modules_that_egeria_would_freeze(is_trained, t
     assert len(layers.modules) == (6 if is_trained else 5)
 
 
-@pytest.mark.parametrize("policy", ["head-only", "hft"])
-def test_a_run_that_rests_ends_like_any_other(policy, tmp_path):
-    found = []
-    for place in ("a", "b"):
-        training = new_training()
-        assert train(training, parse_policy(policy), tmp_path / place, CPU)
-        found.append(read_outcome(tmp_path / place, wanted_run(policy, recipe=describe(training))).quality)
-    assert found[0] == found[1] > 10
-
-
 def course_of_rates(training):
     """The learning rate of each step of an epoch-wise loop, and the batches of the first epoch."""
     rates, batches = [], []
@@ -175,17 +165,3 @@ def test_a_shorter_training_ends_like_any_other_and_takes_less_time(tmp_path):
     short = comparison.find("short:share=0.5")
     assert found["short:share=0.5"].skipped.total == 0.5 and short.saved["cpu"].mean > 20
     assert found["short:share=0.5"].final.step == 5 * 16
-
-
-def test_a_scheduler_that_goes_faster_goes_on_from_its_state():
-    whole, first, second = (shortened("short:share=0.6") for _ in range(3))
-    for training, count in ((whole, 70), (first, 37)):
-        for _ in range(count):
-            training.optimizer.step()
-            training.scheduler.step()
-    second.scheduler.load_state_dict(first.scheduler.state_dict())
-    for _ in range(33):
-        second.optimizer.step()
-        second.scheduler.step()
-    rates = [training.scheduler.state_dict()["scheduler"]["last_epoch"] for training in (whole, second)]
-    assert rates[0] == rates[1] == 70 * 32 // round(0.6 * 32)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import egeria
 from egeria import ConfigError, EgeriaWarning, read_journal
-from egeria.events import Event, ModuleFrozen, PlasticityRead, RungTaken, RunStarted
+from egeria.events import Event, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, outside
 from menagerie import SPECIMENS, Specimen
 from ranks import run_ranks
@@ -61,18 +61,6 @@ def test_a_callback_sees_every_event_of_the_journal_from_then_on(tmp_path):
     assert all(isinstance(event, Event) for event in seen) and any(isinstance(event, ModuleFrozen) for event in seen)
 
 
-def test_a_callback_can_be_removed_twice_and_others_stay(tmp_path):
-    loop, removed, kept = loop_in(tmp_path), [], []
-    remove = loop.run.on_event(removed.append)
-    loop.run.on_event(kept.append)
-    loop.step(4)
-    num_seen = len(removed)
-    remove()
-    remove()
-    loop.step(4)
-    assert 0 < len(removed) == num_seen < len(kept)
-
-
 def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goes_on(tmp_path):
     loop, calls, others = loop_in(tmp_path), [], []
 
@@ -87,11 +75,6 @@ def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goe
     assert len(calls) == 1 and len(others) == 3
     loop.step(20)
     assert loop.run.frozen > 0
-
-
-def test_what_is_no_callback_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"takes a function of one event, found list"):
-        loop_in(tmp_path).run.on_event([])
 
 
 # --- log lines ---------------------------------------------------------------------------------
@@ -116,31 +99,12 @@ def test_a_freeze_and_a_thaw_are_one_line_each(tmp_path, caplog):
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
-def test_another_number_format_of_the_reference_is_no_warning(tmp_path):
-    class Changing(ScriptedController):
-        def poll(self):
-            change = RungTaken(step=0, before="int8-dynamic", after="fp32", reason="its error is too large")
-            return [*super().poll(), change]
-
-    loop = loop_in(tmp_path, controller=Changing())
-    for group in loop.optimizer.param_groups:
-        group["lr"] = 0.0  # the loss stays, so that bootstrapping ends with the second interval
-    assert tell(lambda: steps_of(loop.run, loop.model, loop.optimizer, 6)) == []
-    assert read_journal(tmp_path).of(RungTaken)
-
-
 def test_a_run_too_short_for_its_controller_process_says_what_to_do(tmp_path):
     loop = Loop(PARTS, {"config": FAST, "directory": tmp_path, "controller": "process"})
     loop.step(12)
     told = tell(loop.run.close)
     assert len(told) == 1 and "controller process" in told[0] and 'controller="inline"' in told[0]
     assert read_journal(tmp_path).of(PlasticityRead) == []
-
-
-def test_a_run_with_readings_says_nothing_at_its_end(tmp_path):
-    loop = Loop(PARTS, {"config": FAST, "directory": tmp_path, "controller": "inline"})
-    loop.step(12)
-    assert read_journal(tmp_path).of(PlasticityRead) and tell(loop.run.close) == []
 
 
 # --- summary, repr, notebooks ------------------------------------------------------------------
@@ -190,12 +154,6 @@ def test_the_summary_counts_what_came_before_a_resume(tmp_path):
     assert summary.step == 30 and summary.frozen > 0
     resumed.run.close()
     assert_as_reported(resumed.run, tmp_path)
-
-
-def test_the_summary_of_a_fresh_run_in_a_used_directory_is_its_own(tmp_path):
-    frozen_loop(tmp_path).run.close()
-    fresh = loop_in(tmp_path).run
-    assert (fresh.summary().step, fresh.summary().frozen, fresh.summary().time_saved_s) == (0, 0, None)
 
 
 def test_a_run_that_cannot_write_its_journal_has_a_summary(tmp_path):
@@ -335,14 +293,6 @@ def test_a_run_that_goes_on_in_its_directory_says_nothing(tmp_path):
     assert tell(lambda: steps_of(resumed.run, resumed.model, resumed.optimizer, 1)) == []
 
 
-def test_a_directory_of_an_attempt_that_never_stepped_is_as_good_as_new(tmp_path):
-    loop_in(tmp_path).run.close()
-    model, optimizer = fresh()
-    second = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
-    assert tell(lambda: steps_of(second, model, optimizer, 1)) == []
-    assert len(read_journal(tmp_path).of(RunStarted)) == 2
-
-
 def steps_of(run, model, optimizer, count):
     """Count steps of a loop that calls the model and changes nothing."""
     args, kwargs = PARTS.example(torch.Generator().manual_seed(0))
@@ -355,20 +305,6 @@ def steps_of(run, model, optimizer, count):
 def fresh():
     model = PARTS.build()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-# --- the report --------------------------------------------------------------------------------
-
-
-def test_the_report_says_frozen_now_of_an_open_run_and_at_the_end_of_a_closed_one(tmp_path):
-    loop = frozen_loop(tmp_path)
-    during = egeria.report(tmp_path)
-    assert "frozen now" in str(during) and "frozen now" in during.path.read_text(encoding="utf-8")
-    loop.run.close()
-    after = egeria.report(tmp_path)
-    page = after.path.read_text(encoding="utf-8")
-    assert "frozen at the end" in str(after) and "frozen at the end" in page
-    assert "frozen now" not in str(after) and "frozen now" not in page
 
 
 # --- two processes -----------------------------------------------------------------------------

@@ -115,16 +115,6 @@ def test_a_model_with_too_few_layers_to_cut_is_told_at_the_first_step(make, call
     run.close()
 
 
-def test_a_directory_that_cannot_be_made_keeps_the_journal_in_memory(tmp_path):
-    (tmp_path / "file").write_text("")
-    model, optimizer = model_and_optimizer()
-    with pytest.warns(EgeriaWarning, match="cannot be written"):
-        run = attach(model, optimizer, directory=tmp_path / "file" / "run", **PLAN)
-    train(run, model, optimizer, 12)
-    assert run.frozen == 3
-    run.close()
-
-
 # --- losses --------------------------------------------------------------------------------------
 
 
@@ -230,13 +220,6 @@ def test_a_batch_that_we_cannot_read_never_reaches_the_loop(tmp_path):
     assert {"mine alone" in fault.error for fault in read_journal(tmp_path).of(FaultCaught)} == {True}
 
 
-def test_activations_that_are_no_tensors_end_the_judging_with_the_reason(tmp_path):
-    loop = Loop(SPECIMENS["Wrapped"], {"config": FAST, "directory": tmp_path})
-    loop.step(40)
-    (declined,) = read_journal(tmp_path).of(Declined)
-    assert "gives no tensor to judge it by" in declined.reason and loop.run.frozen == 0
-
-
 def test_a_reading_that_is_not_finite_is_dropped(tmp_path):
     values = {3: float("nan"), 4: float("inf")}
     controller = ScriptedController(readings=lambda evaluation, module: values.get(evaluation, 1.0))
@@ -266,16 +249,6 @@ def test_the_model_is_cut_at_the_first_step_in_the_order_of_execution(tmp_path):
     first = loop.model.first
     assert not any(id(entry) in map(id, loop.optimizer.state) for entry in first.parameters()), "it never moved"
     assert read_journal(tmp_path).first(RunStarted).modules[0]["tap"] == "first"
-
-
-def test_a_plan_moves_at_its_exact_steps(tmp_path):
-    loop = Loop(PARTS, {**PLAN, "directory": tmp_path})
-    loop.step(20)
-    assert [(event.step, event.frozen) for event in read_journal(tmp_path).of(ModuleFrozen)] == [
-        (2, 1),
-        (10, 2),
-        (10, 3),
-    ]
 
 
 def saved(model):
@@ -385,31 +358,6 @@ def test_grad_scaler_with_one_or_several_optimizers(split, tmp_path, device):
     run.close()
 
 
-class Graph(nn.Module):
-    """Its samples are the nodes of one graph, whose edges it holds itself."""
-
-    def __init__(self, num_nodes):
-        super().__init__()
-        self.register_buffer("edges", torch.eye(num_nodes) + torch.ones(num_nodes, num_nodes))
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-    def forward(self, nodes):
-        for layer in self.layers:
-            nodes = torch.relu(layer(self.edges @ nodes / len(nodes)))
-        return nodes
-
-
-def test_a_batch_that_cannot_be_cut_is_read_whole(tmp_path):
-    torch.manual_seed(0)
-    model = Graph(6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {**FAST, "plasticity": {**FAST["plasticity"], "num_samples": 4}}
-    with attach(model, optimizer, config=config, directory=tmp_path) as run:
-        train(run, model, optimizer, 12)
-    kinds = [event.kind for event in read_journal(tmp_path)]
-    assert kinds.count("plasticity") == 4 and "reading_dropped" not in kinds
-
-
 def test_all_that_egeria_does_is_counted_as_overhead(tmp_path):
     loop = scripted_loop(tmp_path, controller=ScriptedController(readings=lambda *_: time.sleep(0.02) or 1.0))
     loop.step(20)
@@ -497,19 +445,6 @@ def test_a_run_can_be_rolled_back_in_place(steps, tmp_path):
     assert loop.run.frozen == deepest and loop.losses == losses
 
 
-def test_a_run_that_has_given_up_freezing_trains_on_where_it_is_rolled_back(tmp_path):
-    loop = scripted_loop(tmp_path)
-    loop.step(8)
-    state = loop.run.state_dict()
-    loop.step(32)
-    loop.model.requires_grad_(True)
-    loop.step(2)
-    loop.run.load_state_dict(state)
-    loop.step(40)
-    assert loop.run.frozen == 0
-    assert all(parameter.requires_grad for parameter in loop.model.parameters())
-
-
 def test_a_closed_run_refuses_a_state_and_has_that_from_before_it_was_closed(tmp_path):
     first, second = frozen_loop(tmp_path / "first"), scripted_loop(tmp_path / "second")
     first.run.close()
@@ -547,16 +482,6 @@ def test_what_the_user_froze_before_and_trains_later_is_never_frozen_by_us(way, 
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
 
 
-def test_a_loop_that_trains_what_is_frozen_has_the_last_word(tmp_path):
-    loop = frozen_loop(tmp_path)
-    loop.model.requires_grad_(True)
-    loop.step(2)
-    assert loop.run.frozen == 0
-    (declined,) = read_journal(tmp_path).of(Declined)
-    assert "frozen parameters were changed by the training loop" in declined.reason
-    assert all(parameter.requires_grad for parameter in loop.model.parameters())
-
-
 class Prompted(SPECIMENS["Tied"].build):
     """Begins with the output of its embedding."""
 
@@ -584,50 +509,6 @@ def test_a_soft_prompt_in_front_of_frozen_layers_keeps_its_gradient_also_where_a
             state = run.state_dict()
             assert run.frozen == 1
     assert all(gradients) and len(gradients) == 40
-
-
-class TwoPlayers(nn.Module):
-    """A trunk and two heads of one class, trained in turn."""
-
-    def __init__(self):
-        super().__init__()
-        part = type(PARTS.build().parts["a"])
-        self.trunk = nn.ModuleList([part() for _ in range(3)])
-        self.policy, self.value = part(), part()
-
-    def forward(self, x):
-        for part in self.trunk:
-            x = part(x)
-        return self.policy(x), self.value(x)
-
-
-def test_heads_that_are_trained_in_turn_are_never_frozen(tmp_path):
-    torch.manual_seed(0)
-    model = TwoPlayers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    turns = iter(range(100))
-    with attach(model, optimizer, total_steps=40, plan="0.2:9", directory=tmp_path) as run:
-        train(run, model, optimizer, 40, call=lambda x: model(x)[next(turns) % 2])
-        heads = [*model.policy.parameters(), *model.value.parameters()]
-        assert run.frozen > 0 and all(parameter.requires_grad for parameter in heads)
-
-
-def test_a_critic_whose_gradients_go_on_and_off_is_not_said_to_be_frozen(tmp_path):
-    critic, maker = PARTS.build(), nn.Linear(8, 8)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (critic, maker)]
-    with (
-        pytest.warns(EgeriaWarning, match="frozen parameters were changed"),
-        attach(critic, optimizers[0], total_steps=20, plan="0.2:3", directory=tmp_path) as run,
-    ):
-        for step in range(20):
-            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
-            for trains, optimizer in zip((True, False), optimizers, strict=True):
-                critic.requires_grad_(trains)
-                critic(maker(x)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            run.step(1.0)
-        assert run.frozen == 0
 
 
 def test_modes_that_a_resumed_run_found_in_evaluation_follow_the_loop(tmp_path):

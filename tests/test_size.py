@@ -51,17 +51,3 @@ def test_one_over_a_limit_fails_and_is_named(name, tmp_path, capsys):
     assert main(tmp_path) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" over")]
     assert line.startswith(name.replace("_", " ")) and line.endswith("1 over")
-
-
-def test_a_long_function_counts_without_its_docstring(tmp_path, capsys):
-    made(tmp_path, {"library_long_functions": 0})
-    (tmp_path / "src/egeria/__init__.py").write_text(LONG, encoding="utf-8")
-    assert main(tmp_path) == 1
-    (tmp_path / "src/egeria/__init__.py").write_text(LONG.replace("    print()\n", "", 1), encoding="utf-8")
-    assert main(tmp_path) == 0
-
-
-def test_a_limit_of_what_is_not_counted_is_an_error(tmp_path):
-    made(tmp_path, {"library_functions": 1})
-    with pytest.raises(SystemExit, match="library_functions"):
-        main(tmp_path)

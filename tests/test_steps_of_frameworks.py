@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import egeria
 from egeria import ConfigError, read_journal
-from egeria.events import Declined, IntervalMeasured, RunClosed, RunStarted
+from egeria.events import Declined, IntervalMeasured, RunClosed
 from loops import FAST
 from ranks import run_ranks
 
@@ -148,15 +148,6 @@ def test_what_accelerate_prepares_is_followed(tmp_path):
     assert same_course(plain, wrapped)
 
 
-def test_the_loader_of_accelerate_is_the_users_own_in_it(tmp_path):
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(torch.zeros(24, WIDTH), batch_size=8))
-    model = network()
-    attach(model, SGD(model.parameters(), lr=0.1), tmp_path, loader=loader).close()
-    assert read_journal(tmp_path).first(RunStarted).environment["steps_per_epoch"] == 3
-    assert egeria.session.checks.unwrap_loader(loader) is loader.base_dataloader
-
-
 # --- schedules -----------------------------------------------------------------------------------
 
 
@@ -175,16 +166,6 @@ def test_what_is_no_scheduler_is_refused(tmp_path):
             attach(model, optimizer, tmp_path, scheduler=make(optimizer))
 
 
-class Indexed:
-    """A loader that is indexed by a for loop."""
-
-    def __getitem__(self, index):
-        return batches(3)[index]
-
-    def __len__(self):
-        return 3
-
-
 def test_what_is_no_loader_is_refused(tmp_path):
     for make, found in [
         (lambda model, optimizer: schedulers.StepLR(optimizer, 1), "StepLR"),
@@ -200,12 +181,6 @@ def test_what_is_no_loader_is_refused(tmp_path):
         optimizer = SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match=rf"loader is .* found {found}\..* scheduler=\.\.\."):
             attach(model, optimizer, tmp_path, loader=make(model, optimizer))
-
-
-def test_whatever_a_loop_can_go_through_is_a_loader(tmp_path):
-    for make in [list, iter, lambda found: (entry for entry in found), lambda found: Indexed()]:
-        model = network()
-        attach(model, SGD(model.parameters(), lr=0.1), tmp_path, loader=make(batches(3))).close()
 
 
 # --- closures ------------------------------------------------------------------------------------
@@ -429,7 +404,3 @@ def test_a_loop_that_never_calls_run_step_is_told_at_the_end(tmp_path):
 @pytest.mark.parametrize("act", [lambda run: (run.step(1.0), run.step(1.0)), lambda run: {}["an error of the loop"]])
 def test_a_loop_that_calls_run_step_or_failed_before_is_not(act, tmp_path):
     assert train_unheard(tmp_path, 3, act) == []
-
-
-def test_without_steps_of_the_optimizer_run_step_is_not_missed(tmp_path):
-    assert train_unheard(tmp_path, 0) == []

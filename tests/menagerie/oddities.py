@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from menagerie.specimen import Arguments, Specimen, vectors
+from menagerie.specimen import Specimen, vectors
 
 
 class Part(nn.Module):
@@ -65,26 +65,6 @@ def front_frozen_before() -> nn.Module:
     return model
 
 
-def double_precision() -> nn.Module:
-    """Trains in float64."""
-    return Parts().double()
-
-
-class Counting(Parts):
-    """Counts its calls in a buffer, also in inference."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        self.calls += 1
-        return super().forward(x)
-
-
 class Replacing(Parts):
     """Puts a new buffer in the place of the old in every forward pass, and uses it."""
 
@@ -100,45 +80,12 @@ class Replacing(Parts):
         return super().forward(x * self.scale)
 
 
-class CarryingState(Parts):
-    """Carries a hidden state from batch to batch in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        if self.state is not None:
-            x = x + 0.1 * self.state
-        self.state = self.parts[0](x).detach()
-        return super().forward(x)
-
-
 class OverwritingItsInput(Parts):
     """Changes the tensor it is given."""
 
     def forward(self, x: Tensor) -> Any:
         """Return scores [B, 3]."""
         return super().forward(x.mul_(0.5).add_(1))
-
-
-class CalledTwice(Parts):
-    """Runs its second part two times."""
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        for index in (0, 1, 1, 2, 3):
-            x = self.parts[index](x)
-        return self.head(x)
-
-
-class Noisy(Parts):
-    """Draws random numbers in inference too."""
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        return super().forward(x + 0.01 * torch.randn_like(x))
 
 
 class PartsByName(Parts):
@@ -202,25 +149,6 @@ class Uncopyable(Parts):
         self.lock = threading.Lock()
 
 
-class DroppingPart(Part):
-    """Has a dropout that is not its own alone."""
-
-    def __init__(self, dropout: nn.Dropout) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, D]."""
-        return x + self.dropout(self.outer(torch.relu(self.inner(x))))
-
-
-def one_dropout() -> nn.Module:
-    """Has one dropout for all of its parts."""
-    model, dropout = Parts(), nn.Dropout(0.5)
-    model.parts = nn.ModuleList([DroppingPart(dropout) for _ in range(4)])
-    return model
-
-
 def one_layer() -> nn.Module:
     """Has nothing in front of its last layer."""
     return nn.Linear(8, 3)
@@ -234,11 +162,6 @@ def traced() -> nn.Module:
     return torch.fx.symbolic_trace(chain())
 
 
-def _doubles(generator: torch.Generator) -> Arguments:
-    (x,), _ = vectors(generator)
-    return (x.double(),), {}
-
-
 SPECIMENS = (
     *(
         Specimen(case=case, build=build, example=vectors)
@@ -246,18 +169,13 @@ SPECIMENS = (
             (chain, "no blocks: every layer is one"),
             (Backwards, "defined in the reverse order of execution"),
             (front_frozen_before, "the first part has nothing to train"),
-            (Counting, "a buffer moves in every forward pass"),
             (Replacing, "every forward pass replaces a buffer that the next one reads"),
-            (CarryingState, "a hidden state travels from batch to batch"),
             (OverwritingItsInput, "the input is overwritten"),
-            (CalledTwice, "one part runs twice in a forward pass"),
-            (Noisy, "inference draws random numbers"),
             (Remembering, "a computed tensor among the attributes"),
             (PartsByName, "the parts live in a dictionary"),
             (traced, "its code was written by torch.fx"),
         )
     ),
-    Specimen(case="everything in float64", build=double_precision, example=_doubles),
     *(
         Specimen(case=case, build=build, example=vectors, unsupported=reason)
         for build, case, reason in (
@@ -266,5 +184,4 @@ SPECIMENS = (
             (one_layer, "a single layer", "two layers"),
         )
     ),
-    Specimen(case="one dropout serves all parts, the active ones too", build=one_dropout, example=vectors),
 )

@@ -150,21 +150,6 @@ class Translator(nn.Module):
         return self.output(self.core(x, x))
 
 
-class Recurrent(nn.Module):
-    """A recurrent front that returns its state beside its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 8)
-        self.memory = nn.LSTM(8, 8, batch_first=True)
-        self.middle, self.output = nn.Linear(8, 8), nn.Linear(8, 20)
-
-    def forward(self, words: Tensor) -> Any:
-        """Return scores [B, T, 20]."""
-        states, _ = self.memory(self.embed(words))
-        return self.output(functional.relu(self.middle(states)))
-
-
 SPECIMENS = (
     *(
         Specimen(case=case, build=build, example=tokens)
@@ -175,7 +160,6 @@ SPECIMENS = (
             (Tuples, "layers return tuples that hold more than the activation"),
             (TorchEncoder, "in inference torch would fuse each layer and call no submodule"),
             (Translator, "batch second, two inputs, encoder before decoder"),
-            (Recurrent, "a recurrent layer returns its state beside its output"),
         )
     ),
     Specimen(
