@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import tempfile
 import warnings
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import egeria
 from egeria.policy import Depth, Wants
 from laws.ranks import Ranks
-from test_distributed import Container, Net, count_bytes, encoder, is_equal, shard
+from test_distributed import encoder, shard
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PLAN = "0:2 0.3:0 0.5:3 0.8:1"
@@ -29,12 +32,57 @@ def pair():
     processes.close()
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.adapter = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x, has_adapter=True):
+        x = torch.tanh(x + self.norm(self.linear(x)))
+        return torch.tanh(x + self.adapter(x)) if has_adapter else x
+
+
+class Net(nn.Module):
+    """Four blocks and a head; some batches leave out the adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 3)
+
+    def forward(self, x, has_adapter=True):
+        for block in self.blocks:
+            x = block(x, has_adapter)
+        return self.head(x)
+
+
+class Container(nn.Module):
+    """Holds the model as a framework does, with a part of its own in front of it."""
+
+    def __init__(self, model):
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem, self.inner = nn.Linear(16, 16), model
+
+    def forward(self, x):
+        return self.inner(self.stem(x))
+
+
+def count_bytes(sizes, bucket):
+    sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def is_equal(first, second):
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
 class Training:
     """A loop that calls what a framework calls, with the model attached or frozen by hand."""
 
     def __init__(self, where, model=None, *, attached=True, saved=None, wrap=DistributedDataParallel, **options):
         torch.manual_seed(0)
         self.model, self.sizes, self.wrap_model = model or Net(), [], wrap
+        self.accumulates, self.more = False, lambda step: ()
         self.inner = Container(self.model) if "container" in where else self.model
         if saved is not None:
             self.inner.load_state_dict(saved["model"])
@@ -82,9 +130,12 @@ class Training:
             for part in self.eval:
                 part.eval()
             self.sizes.clear()
-            loss = self.called(torch.randn(6, 16, generator=generator)).square().mean()
+            for is_last in (False, True) if self.accumulates else (True,):
+                given = (torch.randn(6, 16, generator=generator), *self.more(step))
+                with contextlib.nullcontext() if is_last else self.called.no_sync():
+                    loss = self.called(*given).square().mean()
+                    loss.backward()
             trained = sum(4 * p.numel() for p in self.inner.parameters() if p.requires_grad)
-            loss.backward()
             reduces_what_trains &= sum(self.sizes) == trained
             if depths and step == 0:
                 self.freeze_to(modules, depths[0])
@@ -109,16 +160,47 @@ class Training:
         return depths, weights, " | ".join(self.told), left, hooks
 
 
+class Varied(Training):
+    """The same with other options of the wrapper."""
+
+    options: dict
+    is_counted = True
+
+    def __init__(self, where, kind, **options):
+        self.options, self.is_counted = WRAPS[kind], kind != "fp16 hook"
+        super().__init__(where, **options)
+        self.accumulates = kind == "micro-batches"
+        self.more = (lambda step: ((step + _rank()) % 3 > 0 or not step,)) if "unused" in kind else self.more
+
+    def wrap(self):
+        wrapper = DistributedDataParallel(self.inner, **self.options)
+        wrapper.register_comm_hook(
+            *((self.sizes, count_bytes) if self.is_counted else (None, default_hooks.fp16_compress_hook))
+        )
+        return wrapper
+
+
+WRAPS = {
+    "unused parameters": {"find_unused_parameters": True},
+    "bucket views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+    "micro-batches": {"gradient_as_bucket_view": True},
+    "fp16 hook": {},
+    "own buffers": {"broadcast_buffers": False},
+}
+
+
 def _rank():
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
-def as_by_hand(where):
-    attached = Training(where)
+def as_by_hand(where, kind=None):
+    warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers is deprecated, and used
+    make = functools.partial(Varied, kind=kind) if kind else Training
+    attached = make(where)
     depths, reduces_what_trains = attached.train(0, STEPS)
     modules = [module.submodules for module in attached.run.modules]
     depths, weights, told, left, hooks = attached.answer(depths)
-    by_hand = Training("given" if where in ("before", "after") else where, attached=False)
+    by_hand = make("given" if where in ("before", "after") else where, attached=False)
     if "container" in where:
         by_hand.called = by_hand.wrap()
     by_hand.train(0, STEPS, depths, modules)
@@ -126,11 +208,11 @@ def as_by_hand(where):
     return depths, equal, reduces_what_trains, told, left, hooks
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_a_wrapper_is_followed_wherever_it_comes_from(where, pair):
-    for depths, equal, reduces_what_trains, told, left, hooks in pair.run(as_by_hand, where):
+@pytest.mark.parametrize(("where", "kind"), [*((where, None) for where in WHERE), *(("given", kind) for kind in WRAPS)])
+def test_a_wrapper_is_followed_wherever_it_comes_from_and_however_it_is_made(where, kind, pair):
+    for depths, equal, reduces_what_trains, told, left, hooks in pair.run(as_by_hand, where, kind):
         assert [depths[0], depths[8], depths[12], depths[-1]] == [2, 0, 3, 1]
-        assert equal and reduces_what_trains
+        assert equal and (reduces_what_trains or kind == "fp16 hook")
         assert (told, left, hooks) == ("", [], 0)
 
 
@@ -148,19 +230,19 @@ def resumed(where, step):
     return at_once == {3: 2, 8: 0, 12: 3}[step], equal, reduces_what_trains, told
 
 
-@pytest.mark.parametrize("step", [3, 8, 12])
-@pytest.mark.parametrize("where", ["given", "before", "after", "container"])
+@pytest.mark.parametrize(
+    ("where", "step"), [("given", 3), ("before", 12), ("after", 3), ("after", 8), ("container", 3)]
+)
 def test_a_run_goes_on_under_a_wrapper_that_it_has_yet_to_see(where, step, pair):
     for right_depth, equal, reduces_what_trains, told in pair.run(resumed, where, step):
         assert right_depth and equal and told == ""
         assert reduces_what_trains or where != "after"  # the others are wrapped while all of it trains
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_wrapper_around_a_process_that_is_alone_is_followed(where):
+def test_a_wrapper_around_a_process_that_is_alone_is_followed():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        training = Training(where)
+        training = Training("after")
         depths, reduces_what_trains = training.train(0, STEPS)
         assert max(depths) == 3 and reduces_what_trains
         _, _, told, left, hooks = training.answer(depths)
@@ -263,27 +345,6 @@ def test_what_is_frozen_stays_when_ranks_with_unequally_many_batches_join(pair):
     assert depths == others_depths and depths[12:] == [3] * 6
     assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
     assert "`join()`" in told
-
-
-class Gathering(Net):
-    """Compares the features of all ranks in its forward pass, as contrastive models do."""
-
-    def forward(self, x):
-        others = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(others, x)
-        return super().forward(x + sum(others))
-
-
-def gather():
-    training = Training("given", Gathering())
-    depths, _ = training.train(0, STEPS)
-    return training.answer(depths)
-
-
-def test_a_model_that_talks_to_the_others_in_its_forward_pass_can_follow_a_plan(pair):
-    first, second = pair.run(gather)
-    assert first[0] == second[0] and max(first[0]) == 3 and first[2] == ""
-    assert all(torch.equal(tensor, second[1][name]) for name, tensor in first[1].items() if "running" not in name)
 
 
 # --- fully_shard ----------------------------------------------------------------------------------

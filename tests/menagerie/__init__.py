@@ -12,7 +12,16 @@ from menagerie.specimen import Specimen
 MENAGERIE: tuple[Specimen, ...] = (*convolutions.SPECIMENS, *sequences.SPECIMENS, *oddities.SPECIMENS)
 SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
-FIRST = ("residual", "stochastic_depth", "Tied", "Checkpointed", "Translator", "Backwards", "Replacing", "spectral_norm")
+FIRST = (
+    "residual",
+    "stochastic_depth",
+    "Tied",
+    "Checkpointed",
+    "Translator",
+    "Backwards",
+    "Replacing",
+    "spectral_norm",
+)
 """What stands for all of them where a test is not of the laws."""
 each_of_the_first = pytest.mark.parametrize("specimen", [SPECIMENS[name] for name in FIRST], ids=FIRST)
 
