@@ -13,8 +13,6 @@ import egeria
 from egeria.events import Declined
 from egeria.model import compile as compiling
 from egeria.model.compile import Compilation, is_compiled
-from egeria.model.freeze import Freezer
-from test_freeze import cut_by
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")]
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
@@ -96,42 +94,36 @@ def _clean():
     torch.compiler.reset()
 
 
-def trained(way, depths):
-    """Return the losses, the state, and the graphs made and run by each step."""
+def trained(way, plan, directory, num_steps=8):
+    """Return losses, state, depths, and how many graphs were made and run by the end of each step."""
     torch.manual_seed(0)
     model, graphs = Chain(), Graphs()
     called = way(model, graphs) if way else model
     assert is_compiled(called) is (way is not None)
-    compilation = Compilation()
-    if way:
-        compilation.wait()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    groups = [[f"blocks.{index}"] for index in range(BLOCKS)]
-    freezer = Freezer(model, cut_by(model, *groups[:-1], [*groups[-1], "head"]), has_hooks=way is None)
-    losses, counts = [], []
-    for step, depth in enumerate(depths):
+    run = egeria.attach(called, optimizer, total_steps=10**6, plan=plan, directory=directory)  # each depth repays
+    losses, depths, counts = [], [], []
+    for step in range(num_steps):
         called.train()
         loss = called(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if way and not step:
-            compilation.begin(BLOCKS)
-        freezer.freeze_to(depth)
+        run.step(loss)
         losses.append(loss.item())
+        depths.append(run.frozen)
         counts.append((graphs.num_compiled, graphs.num_runs))
-    assert freezer.moved() == []
-    freezer.freeze_to(0)
-    compilation.close()
-    return losses, model.state_dict(), counts
+    run.close()
+    return losses, model.state_dict(), depths, counts
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_depth_runs_compiled_and_as_uncompiled(way):
-    depths = [0, 0, 2, 2, 0, 2, 2] if way is not wrapped else [0, *range(BLOCKS), 0, 0]
+def test_every_depth_runs_compiled_and_as_uncompiled(way, tmp_path):
+    plan = "step 2:2 step 4:0 step 5:2" if way is not wrapped else "step 1:1 step 2:2 step 4:3 step 5:0"
     with torch._dynamo.config.patch(recompile_limit=2):
-        losses, state, counts = trained(way, depths)
-    plain_losses, plain_state, _ = trained(None, depths)
+        losses, state, depths, counts = trained(way, plan, tmp_path / "compiled")
+    plain_losses, plain_state, plain_depths, _ = trained(None, plan, tmp_path / "plain")
+    assert depths == plain_depths and len(set(depths)) == (4 if way is wrapped else 2)
     torch.testing.assert_close(losses, plain_losses, rtol=1e-4, atol=1e-5)
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, plain_state[name], rtol=1e-3, atol=1e-5)

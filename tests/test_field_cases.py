@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -475,6 +476,85 @@ def test_modes_of_the_users_outlive_ours(keeps, tmp_path):
     assert [block.norm.training for block in ours.model.blocks] == [index not in keeps for index in range(5)]
 
 
+def restore(model: nn.Module) -> None:
+    """Leave a validation as Lightning does: each mode is set back by itself."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    for module, mode in modes.items():
+        module.training = mode
+
+
+@pytest.mark.parametrize(
+    ("act", "of_norm", "of_dropout"),
+    [(str, False, True), (nn.Module.train, True, True), (nn.Module.eval, False, False), (restore, False, True)],
+)
+def test_modes_behind_a_thaw_are_those_that_the_loop_has_set(act, of_norm, of_dropout, tmp_path):
+    program = Program(build=lambda: Chain(Normalised), loss=sort, prepare=lambda model: None)
+    ours = Twin(program).attach(tmp_path, plan="0.2:2")
+    ours.model.blocks[0].norm.eval()
+    ours.train()
+    assert ours.run.frozen == 2 and not ours.model.blocks[0].dropout.training
+    act(ours.model)
+    ours.run.close()
+    block = ours.model.blocks[0]
+    assert (block.norm.training, block.dropout.training) == (of_norm, of_dropout)
+
+
+class Calibrated(Chain):
+    """Keeps its norms in evaluation by a `train` of its own."""
+
+    def train(self, mode: bool = True) -> Calibrated:
+        super().train(mode)
+        for block in self.blocks:
+            block.norm.eval()
+        return self
+
+
+def front_frozen_by_the_user() -> nn.Module:
+    model = Chain(Normalised)
+    model.blocks[:2].requires_grad_(False)
+    return model
+
+
+def train_each(model: Any) -> None:
+    for part in (model, model.blocks, model.blocks[0]):
+        part.train()
+
+
+OWN_MODES = {
+    "a train of its class": Program(build=lambda: Calibrated(Normalised), loss=sort),
+    "calls for a part": Program(build=lambda: Chain(Normalised), loss=sort, prepare=train_each),
+    "frozen by the user, and dropping": Program(build=front_frozen_by_the_user, loss=sort),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_MODES)
+def test_modes_while_frozen_are_as_by_hand(kind, tmp_path):
+    check_by_hand(OWN_MODES[kind], tmp_path, PLANS[0]).run.close()
+
+
+def test_what_the_user_trains_in_front_of_a_detached_boundary_gets_its_gradient(tmp_path):
+    ours = Twin(Program(build=Tied, loss=next_words)).attach(tmp_path, plan="0.2:3").train()
+    assert ours.run.frozen == 3
+    ours.model.blocks[0].requires_grad_(True)
+    next_words(ours.model, 0).backward()
+    assert ours.model.blocks[0].inner.weight.grad is not None
+    ours.run.close()
+
+
+def test_statistics_are_made_anew_on_the_frozen_model(tmp_path):
+    ours = Twin(Program(build=lambda: Chain(Normalised), loss=sort)).attach(tmp_path, plan="0.2:2").train()
+    for block in ours.model.blocks:
+        block.dropout.p = 0.0  # which the frozen front has not
+    copied = copy.deepcopy(ours.model).train()
+    for model in (ours.model, copied):
+        torch.manual_seed(0)
+        torch.optim.swa_utils.update_bn(map(vectors, range(5)), model)
+    assert differences(ours.model.state_dict(), copied.state_dict()) == []
+    assert not ours.model.train().blocks[0].norm.training and ours.run.frozen == 2
+    ours.run.close()
+
+
 # --- r09: gradients that the loop asks for ----------------------------------------------------------------------------
 
 
@@ -609,7 +689,12 @@ def average(model: Any, _number: int) -> None:
         entry.lerp_(mean, 0.01)
 
 
-@pytest.mark.parametrize("handle", [fill_with_zeros, average])
+def halve(model: nn.Module, _number: int) -> None:
+    for entry in model.parameters():
+        entry.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("handle", [fill_with_zeros, average, halve])
 def test_frozen_weights_that_move_are_noticed_and_nothing_is_claimed(handle, tmp_path, recwarn):
     update = by_hand_update(handle)
     ours = Twin(Program(build=Chain, loss=sort, update=update), num_steps=20).attach(tmp_path, plan="0.25:3").train()
@@ -746,7 +831,9 @@ def test_a_block_that_the_first_batch_drops_costs_the_saving_and_the_journal_say
 
 @pytest.mark.parametrize("keep", ["norm|bias", r"^blocks\.1\."])
 def test_names_that_never_freeze(keep, tmp_path):
-    ours = check_by_hand(Program(build=Chain, loss=sort), tmp_path, PLANS[0], config={"modules": {"keep": keep}})
+    norms = tuple(f"blocks.{index}.norm" for index in range(5)) if "norm" in keep else ()
+    program = Program(build=lambda: Chain(Normalised), loss=sort, keeps=norms)
+    ours = check_by_hand(program, tmp_path, PLANS[0], config={"modules": {"keep": keep}})
     frozen = [name for module in ours.run.modules[: ours.run.frozen] for name in module.parameters]
     assert frozen and all(entry.requires_grad == (name not in frozen) for name, entry in ours.model.named_parameters())
     ours.run.close()

@@ -65,7 +65,7 @@ def train(run, model, optimizer, count, *, call=None, loss=None):
         ({"model": len}, r"torch\.nn\.Module.*found builtin_function"),
         ({"optimizer": 0.1}, "takes a torch optimizer.*found float"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "holds none of them"),
-        *(({"total_steps": steps}, "whole number above 0") for steps in (0, 2.5, "100", True)),
+        ({"total_steps": 2.5}, "whole number above 0"),
         ({"config": {"freezing": {"windw": 3}}}, "windw"),
         ({"config": {"unfreezing": {"rule": "cosin"}}}, "cosin"),
         ({"config": 17}, "dictionary or the path of a TOML file, found int"),
@@ -118,13 +118,13 @@ def test_a_model_with_too_few_layers_to_cut_is_told_at_the_first_step(make, call
 # --- losses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [torch.ones(3), "0.5", None])
-def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, tmp_path):
+def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(tmp_path):
     model, optimizer = model_and_optimizer()
     with attach(model, optimizer, config={"plasticity": {"interval_steps": 2}}, directory=tmp_path) as run:
         optimizer.step()
-        with pytest.raises(ConfigError, match="number or a 0-d tensor"):
-            run.step(loss)
+        for wrong in (torch.ones(3), "0.5", None):
+            with pytest.raises(ConfigError, match="number or a 0-d tensor"):
+                run.step(wrong)
         run.step(torch.ones(1, requires_grad=True))
         optimizer.step()
         run.step(2)
@@ -254,20 +254,21 @@ def test_the_model_is_cut_at_the_first_step_in_the_order_of_execution(tmp_path):
 def saved(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
+    assert b"egeria" not in buffer.getvalue(), "it can be read without the library"
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
-def test_a_watched_model_can_be_copied_and_saved_at_any_time(copied, tmp_path):
+def test_a_watched_model_can_be_copied_and_saved_at_any_time(tmp_path):
     loop = Loop(PARTS, {**PLAN, "directory": tmp_path})
     (x,), _ = PARTS.example(torch.Generator().manual_seed(1))
     for steps in (0, 2, 9):
         loop.step(steps)
-        twin = copied(loop.model)
+        twin = saved(copy.deepcopy(loop.model))
         assert torch.equal(twin.eval()(x), copy.deepcopy(loop.model).eval()(x))
     assert loop.run.frozen == 3
     twin.train().requires_grad_(True)
+    assert all(part.training for part in twin.modules())
     twin(x).sum().backward()
     assert all(parameter.grad is not None for parameter in twin.parameters()) and loop.run.frozen == 3
 
@@ -282,26 +283,18 @@ def test_close_may_be_called_twice_and_steps_after_it_do_nothing(tmp_path):
     assert not loop.optimizer._optimizer_step_pre_hooks and not loop.optimizer._optimizer_step_post_hooks
 
 
-ENDS = ["closed", "dropped", "closed by its own callback", ZeroDivisionError, KeyboardInterrupt]
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("steps", [0, 12])
-def test_however_a_run_ends_the_model_is_as_it_was_found(end, steps, tmp_path):
+@pytest.mark.parametrize("end", ["dropped", "closed by its own callback", KeyboardInterrupt])
+def test_however_a_run_ends_the_model_is_as_it_was_found(end, tmp_path):
     loop = Loop(PARTS, {**PLAN, "directory": tmp_path})
     if end == "closed by its own callback":
         loop.run.on_event(lambda event: loop.run.close() if isinstance(event, ModuleFrozen) else None)
-    loop.step(steps)
-    if end == "closed":
-        loop.run.close()
-    elif end == "dropped":
+    loop.step(12)
+    if end == "dropped":
         loop.run = None
         gc.collect()
     elif isinstance(end, type):
         with pytest.raises(end), loop.run:
             raise end
-    elif not steps:
-        loop.run.close()
     assert outside(loop.model) == outside(Loop(PARTS).model.train())
 
 
@@ -387,8 +380,8 @@ def test_the_rate_of_the_layers_that_may_freeze_counts(tmp_path):
 # --- resuming ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "stop"), [("Backwards", 1), ("with_dropout", 23)])
-def test_a_job_that_died_after_its_checkpoint_resumes_into_the_same_journal(name, stop, tmp_path):
+def test_a_job_that_died_after_its_checkpoint_resumes_into_the_same_journal(tmp_path):
+    name, stop = "with_dropout", 23
     config = {**FAST, "freezing": {"tolerance_share": 2.0}}
     whole, first = (Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / part}) for part in "ab")
     whole.step(60)
@@ -430,18 +423,17 @@ def test_a_state_of_another_egeria_or_of_another_model_is_refused(tmp_path):
         grown.run.load_state_dict(state)
 
 
-@pytest.mark.parametrize("steps", [0, 8])
-def test_a_run_can_be_rolled_back_in_place(steps, tmp_path):
+def test_a_run_can_be_rolled_back_in_place(tmp_path):
     loop = scripted_loop(tmp_path)
-    loop.step(steps)
+    loop.step(8)
     checkpoint = loop.save()
-    loop.step(40 - steps)
+    loop.step(32)
     losses, deepest = loop.losses, loop.run.frozen
     assert deepest == len(loop.run.modules) - 1
     loop.load(checkpoint)
     assert loop.run.frozen == 0
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
-    loop.step(40 - steps)
+    loop.step(32)
     assert loop.run.frozen == deepest and loop.losses == losses
 
 
