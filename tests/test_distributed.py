@@ -13,17 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria.distributed import ddp, fsdp2, ranks
-from laws.ranks import Ranks
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """Two processes of one gloo group, for all jobs of this file."""
-    processes = Ranks()
-    yield processes
-    processes.close()
 
 
 # --- what ranks agree on --------------------------------------------------------------------------
@@ -50,8 +42,8 @@ def fail():
     return found
 
 
-def test_a_fault_of_one_rank_is_raised_on_all_in_the_same_exchange(pair):
-    for found in pair.run(fail):
+def test_a_fault_of_one_rank_is_raised_on_all_in_the_same_exchange():
+    for found in run_ranks(fail):
         for (answer, after), (_, expected) in zip(found, FAILS.values(), strict=True):
             assert answer[: len(expected)] == expected
             assert after == [0, 1], "the ranks are not in step any more"
@@ -76,10 +68,8 @@ def waits_in_vain(backend):
 
 
 def test_nobody_waits_longer_than_the_timeout_of_the_group():
-    processes = Ranks()
     # This backend has nothing for the CPU, as NCCL has not.
-    (first, message, seconds), (second, *_) = processes.run(waits_in_vain, "cuda:gloo")
-    processes.close()
+    (first, message, seconds), (second, *_) = run_ranks(waits_in_vain, "cuda:gloo")
     assert first == second == [[0, 1], [0, 1]]
     assert message.startswith("the ranks could not reach each other") and seconds < 10
 
@@ -118,8 +108,8 @@ def hundred_cycles():
     return wrapper._comm_hooks == before, (memory[99] - memory[21]) / bucket_bytes, values
 
 
-def test_a_hundred_rebuilds_leave_no_memory_and_keep_the_hook(pair):
-    first, second = pair.run(hundred_cycles)
+def test_a_hundred_rebuilds_leave_no_memory_and_keep_the_hook():
+    first, second = run_ranks(hundred_cycles)
     for keeps_hook, growth, values in (first, second):
         assert keeps_hook
         assert growth < 8, f"grew by {growth:.1f} sets of buckets in 78 rebuilds; a leak is one in each"
@@ -157,8 +147,8 @@ REFUSED = {
 }
 
 
-def test_a_wrapper_that_cannot_follow_is_refused_with_the_reason(pair):
-    for found in pair.run(refusals):
+def test_a_wrapper_that_cannot_follow_is_refused_with_the_reason():
+    for found in run_ranks(refusals):
         assert found.pop("plain") is None
         assert set(found) == set(REFUSED)
         for name, part in REFUSED.items():
@@ -196,8 +186,8 @@ def thaw_after_a_resume():
     return {str(p.grad.dtype) for p in model.parameters()}
 
 
-def test_what_thaws_after_a_resume_has_gradients_in_its_own_dtype(pair):
-    assert pair.run(thaw_after_a_resume) == [{"torch.float32"}] * 2
+def test_what_thaws_after_a_resume_has_gradients_in_its_own_dtype():
+    assert run_ranks(thaw_after_a_resume) == [{"torch.float32"}] * 2
 
 
 def sharded_otherwise():
@@ -221,8 +211,8 @@ def sharded_otherwise():
     return {name: fsdp2.refuse(model) for name, model in found.items()}
 
 
-def test_other_ways_of_sharding_are_refused_with_the_reason(pair):
-    for found in pair.run(sharded_otherwise):
+def test_other_ways_of_sharding_are_refused_with_the_reason():
+    for found in run_ranks(sharded_otherwise):
         assert found["plain"] is None and found["replicated"] is None
         assert "some processes of the job only" in found["part"]
         assert "fully_shard did not make" in found["tensors"]

@@ -43,9 +43,8 @@ def test_a_text_is_read_and_written_again():
         assert Config.from_dict({"policy": {"plan": text}}).policy.plan == text
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_another_text_is_refused_with_what_was_found_and_the_next_step():
+    for text, said in [
         (3, "a moment, and how many"),
         ("0.5:", "entry 1, '0.5:', is no"),
         ("0.5:-1", "entry 1, '0.5:-1', is no"),
@@ -59,22 +58,19 @@ def test_a_text_is_read_and_written_again():
         ("0.6:1 0.5:2", "shares of the steps that rise from entry to entry"),
         ("step 9:1 step 8:2", "steps that rise from entry to entry"),
         ("epoch 2:1 0.5:2 epoch 2:3", "epochs that rise from entry to entry"),
-    ],
-)
-def test_another_text_is_refused_with_what_was_found_and_the_next_step(text, said):
-    with pytest.raises(ConfigError) as caught:
-        Config.from_dict({"policy": {"plan": text}})
-    message = str(caught.value)
-    assert message.startswith("policy.plan must be text such as") and said in message
-    assert f"found {text!r}" in message and "Correct it" in message
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            Config.from_dict({"policy": {"plan": text}})
+        message = str(caught.value)
+        assert message.startswith("policy.plan must be text such as") and said in message
+        assert f"found {text!r}" in message and "Correct it" in message
 
 
 PARTS = [("embeddings",), ("encoder.0", "encoder.1"), ("encoder.2", "encoder.2.dense"), ("head",)]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_names_and_epochs_become_numbers_and_steps():
+    for text, expected in [
         ("0.1:encoder.1", "0.1:2"),  # in a layer module of two blocks: frozen up to and with that
         ("0.1:encoder 0.5:0", "0.1:3 0.5:0"),
         ("step 5:encoder.2.dense", "step 5:3"),
@@ -82,13 +78,11 @@ PARTS = [("embeddings",), ("encoder.0", "encoder.1"), ("encoder.2", "encoder.2.d
         ("epoch 1.12:1", "step 28:1"),  # 1.12 * 25 is a little more than 28
         ("0.5:encoder.0-encoder.1", "0.5:2"),  # as `run.modules` has it
         ("epoch 0.1:20", "step 3:20"),
-    ],
-)
-def test_names_and_epochs_become_numbers_and_steps(text, expected):
-    for prefix in ("", "model.bert."):
-        parts = [tuple(prefix + name for name in names) for names in PARTS]
-        assert resolve(text, parts, 25.0) == expected
-    assert resolve(expected, parts, None) == expected, "what needs no length asks for none"
+    ]:
+        for prefix in ("", "model.bert."):
+            parts = [tuple(prefix + name for name in names) for names in PARTS]
+            assert resolve(text, parts, 25.0) == expected
+        assert resolve(expected, parts, None) == expected, "what needs no length asks for none"
 
 
 def test_a_name_that_is_none_or_several_and_epochs_of_unknown_length_are_refused():
@@ -187,9 +181,8 @@ def test_asked_at_any_step_it_returns_the_depth_of_the_newest_move():
     assert policy.observe(Interval(step=40, frozen=1)).frozen == 0
 
 
-@pytest.mark.parametrize(
-    ("losses", "said"),
-    [
+def test_a_loss_that_explodes_thaws_until_the_next_move():
+    for losses, said in [
         ([1.0, 2.5], "rose from 1 to 2.5 within an interval"),
         ([1.0, None], "is not finite"),
         ([4.0, 1.0, 2.5], None),  # it was higher before: noise
@@ -197,26 +190,26 @@ def test_asked_at_any_step_it_returns_the_depth_of_the_newest_move():
         ([-0.9, -0.89], None),  # of a cosine similarity, say
         ([-1.0, 0.5], "rose from -1 to 0.5"),
         ([0.0, 0.0], None),
-    ],
-)
-def test_a_loss_that_explodes_thaws_until_the_next_move(losses, said):
-    policy, step = make(plan="0:2 0.5:3"), 0
-    for step, loss in enumerate(losses, start=1):
-        found = policy.observe(Interval(step=step, frozen=2, num_steps=8, loss=loss))
-    if said is None:
-        assert found is None
-        return
-    assert found.frozen == 0 and said in found.reason
-    resumed = make(plan="0.9:1")
-    resumed.load_state_dict(policy.state_dict())
-    for told in (policy, resumed):
-        assert told.observe(Interval(step=step + 1, frozen=0, num_steps=8, loss=2.5)) is None
-        assert told.observe(Interval(step=50, frozen=0)).frozen == 3
-    for step in range(1, 8):
-        alone = policy.observe(Interval(step=60 + step, frozen=3, num_steps=1, loss=99.0))
-        assert alone is None, "so few steps tell little"
-    assert policy.observe(Interval(step=68, frozen=3, num_steps=1, loss=99.0)).frozen == 0
-    assert make(plan="0.9:2").observe(Interval(step=2, frozen=0, num_steps=8, loss=None)) is None, "nothing is frozen"
+    ]:
+        policy, step = make(plan="0:2 0.5:3"), 0
+        for step, loss in enumerate(losses, start=1):
+            found = policy.observe(Interval(step=step, frozen=2, num_steps=8, loss=loss))
+        if said is None:
+            assert found is None
+            continue
+        assert found.frozen == 0 and said in found.reason
+        resumed = make(plan="0.9:1")
+        resumed.load_state_dict(policy.state_dict())
+        for told in (policy, resumed):
+            assert told.observe(Interval(step=step + 1, frozen=0, num_steps=8, loss=2.5)) is None
+            assert told.observe(Interval(step=50, frozen=0)).frozen == 3
+        for step in range(1, 8):
+            alone = policy.observe(Interval(step=60 + step, frozen=3, num_steps=1, loss=99.0))
+            assert alone is None, "so few steps tell little"
+        assert policy.observe(Interval(step=68, frozen=3, num_steps=1, loss=99.0)).frozen == 0
+        assert make(plan="0.9:2").observe(Interval(step=2, frozen=0, num_steps=8, loss=None)) is None, (
+            "nothing is frozen"
+        )
 
 
 def test_no_more_freeze_than_may():
@@ -236,10 +229,12 @@ def test_by_default_a_pretrained_model_has_the_even_plan_and_another_one_none():
     assert decided(make(pretrained=False)) == decided(make()) == decided(make("none")) == {}
 
 
-@pytest.mark.parametrize("name", ["egeria", "none"])
-def test_a_policy_that_follows_no_plan_takes_none(name):
-    with pytest.raises(ConfigError, match=rf"policy\.plan must be None where policy\.name is '{name}', found '0\.5:1'"):
-        Config.from_dict({"policy": {"name": name, "plan": "0.5:1"}})
+def test_a_policy_that_follows_no_plan_takes_none():
+    for name in ["egeria", "none"]:
+        with pytest.raises(
+            ConfigError, match=rf"policy\.plan must be None where policy\.name is '{name}', found '0\.5:1'"
+        ):
+            Config.from_dict({"policy": {"name": name, "plan": "0.5:1"}})
 
 
 def test_static_needs_a_plan():

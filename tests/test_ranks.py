@@ -16,20 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import egeria
 from egeria.policy import Depth, Wants
-from laws.ranks import Ranks
+from ranks import run_ranks
 from test_distributed import encoder, shard
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PLAN = "0:2 0.3:0 0.5:3 0.8:1"
 STEPS = 20
 WHERE = ["given", "before", "after", "container", "container before"]
-
-
-@pytest.fixture(scope="module")
-def pair():
-    processes = Ranks()
-    yield processes
-    processes.close()
 
 
 class Block(nn.Module):
@@ -209,8 +202,8 @@ def as_by_hand(where, kind=None):
 
 
 @pytest.mark.parametrize(("where", "kind"), [*((where, None) for where in WHERE), *(("given", kind) for kind in WRAPS)])
-def test_a_wrapper_is_followed_wherever_it_comes_from_and_however_it_is_made(where, kind, pair):
-    for depths, equal, reduces_what_trains, told, left, hooks in pair.run(as_by_hand, where, kind):
+def test_a_wrapper_is_followed_wherever_it_comes_from_and_however_it_is_made(where, kind):
+    for depths, equal, reduces_what_trains, told, left, hooks in run_ranks(as_by_hand, where, kind):
         assert [depths[0], depths[8], depths[12], depths[-1]] == [2, 0, 3, 1]
         assert equal and (reduces_what_trains or kind == "fp16 hook")
         assert (told, left, hooks) == ("", [], 0)
@@ -233,8 +226,8 @@ def resumed(where, step):
 @pytest.mark.parametrize(
     ("where", "step"), [("given", 3), ("before", 12), ("after", 3), ("after", 8), ("container", 3)]
 )
-def test_a_run_goes_on_under_a_wrapper_that_it_has_yet_to_see(where, step, pair):
-    for right_depth, equal, reduces_what_trains, told in pair.run(resumed, where, step):
+def test_a_run_goes_on_under_a_wrapper_that_it_has_yet_to_see(where, step):
+    for right_depth, equal, reduces_what_trains, told in run_ranks(resumed, where, step):
         assert right_depth and equal and told == ""
         assert reduces_what_trains or where != "after"  # the others are wrapped while all of it trains
 
@@ -290,8 +283,8 @@ def fail(how):
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_a_rank_that_cannot_go_on_leaves_no_other_waiting(how, pair):
-    (depths, weights, told, *_), (others_depths, others, *_) = pair.run(fail, how)
+def test_a_rank_that_cannot_go_on_leaves_no_other_waiting(how):
+    (depths, weights, told, *_), (others_depths, others, *_) = run_ranks(fail, how)
     assert depths == others_depths and depths[8] == 2
     assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
     if how == "decides alone":  # the first rank's policy decides
@@ -324,8 +317,8 @@ DECLINED = {
 
 
 @pytest.mark.parametrize("how", DECLINED)
-def test_what_cannot_be_followed_trains_on_unfrozen(how, pair):
-    first, second = pair.run(declined, how)
+def test_what_cannot_be_followed_trains_on_unfrozen(how):
+    first, second = run_ranks(declined, how)
     for depths, _, _, left, hooks in (first, second):
         assert set(depths) == {0}
         assert (left, hooks) == ([], 0)
@@ -340,8 +333,8 @@ def joins_later():
     return training.answer(depths[:18])
 
 
-def test_what_is_frozen_stays_when_ranks_with_unequally_many_batches_join(pair):
-    (depths, weights, told, *_), (others_depths, others, *_) = pair.run(joins_later)
+def test_what_is_frozen_stays_when_ranks_with_unequally_many_batches_join():
+    (depths, weights, told, *_), (others_depths, others, *_) = run_ranks(joins_later)
     assert depths == others_depths and depths[12:] == [3] * 6
     assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
     assert "`join()`" in told
@@ -397,8 +390,8 @@ def sharded(policy):
 
 
 @pytest.mark.parametrize("policy", ["plan", "egeria"])
-def test_a_sharded_model_follows_a_plan_and_nothing_that_needs_plasticity(policy, pair):
-    found = pair.run(sharded, policy)
+def test_a_sharded_model_follows_a_plan_and_nothing_that_needs_plasticity(policy):
+    found = run_ranks(sharded, policy)
     for depths, equal, _ in found:
         assert equal
         assert [depths[0], depths[8], depths[12], depths[-1]] == [2, 0, 3, 1] or policy != "plan"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
 import re
 import subprocess
@@ -17,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
-from egeria.events import ModuleFrozen, Resumed, RunStarted
+from egeria.events import FaultCaught, ModuleFrozen, Resumed, RunStarted
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -143,6 +145,7 @@ def small_training():
     )
 
 
+@pytest.mark.slow
 def test_the_cifar10_example_trains_and_leaves_a_report(data, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "cifar10.py"), "--data", str(data / "cifar10")]
     command += ["--samples", "512", "--epochs", "1", "--directory", str(tmp_path / "run")]
@@ -152,6 +155,39 @@ def test_the_cifar10_example_trains_and_leaves_a_report(data, tmp_path):
     summary = egeria.report(tmp_path / "run").summary
     assert summary.step == 4
     assert summary.metrics
+
+
+TRAINER = ["--use_cpu", "--disable_tqdm", "True", "--max_steps", "3", "--per_device_train_batch_size", "8"]
+EXAMPLES = {
+    "huggingface_text_classification": lambda e, out: e["main"]([*TRAINER, "--output_dir", out])["eval_accuracy"],
+    "huggingface_causal_lm": lambda e, out: e["main"]([*TRAINER, "--output_dir", out])["eval_loss"],
+    "accelerate_images": lambda e, _: e["train"](e["parse"](["--steps", "3"])),
+    "accelerate_text_classification": lambda e, _: e["train"](e["parse"](["--steps", "3", "--accumulate", "2"])),
+    "lightning_images": lambda e, _: e["train"](e["parse"](["--steps", "21"])),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the frameworks
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "text" in name else name for name in EXAMPLES]
+)
+def test_an_example_of_a_framework_trains_alike_without_its_marked_lines(name, tmp_path, monkeypatch):
+    for needed in ("transformers", "lightning", "sklearn"):
+        pytest.importorskip(needed)
+    accelerate, text_models = pytest.importorskip("accelerate"), importlib.import_module("text_models")
+    monkeypatch.setattr(text_models, "find_weights", lambda: None)  # the small model, whatever is installed
+    lines = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf8").splitlines()
+    plain = [line for line in lines if not line.endswith("# egeria")]
+    assert 0 < len(lines) - len(plain) <= 3
+    found = []
+    for kind, code in (("plain", plain), ("watched", lines)):
+        example = {"__name__": name}
+        exec(compile("\n".join(code), name, "exec"), example)
+        found.append(EXAMPLES[name](example, str(tmp_path / kind)))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert found[0] == found[1] and math.isfinite(found[0])
+    [journal] = tmp_path.rglob("journal.jsonl")
+    assert egeria.read_journal(journal).of(RunStarted) and not egeria.read_journal(journal).of(FaultCaught)
 
 
 def start_job(launcher, *arguments):

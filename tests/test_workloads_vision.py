@@ -298,13 +298,10 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("depth", "expected"),
-    [(8, 75_290), (20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018), (110, 1_727_962)],
-)
-def test_cifar_resnets_have_the_sizes_of_the_paper(depth, expected):
-    with torch.device("meta"):
-        assert count(cifar_resnet(depth)) == expected
+def test_cifar_resnets_have_the_sizes_of_the_paper():
+    for depth, expected in [(8, 75_290), (20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018), (110, 1_727_962)]:
+        with torch.device("meta"):
+            assert count(cifar_resnet(depth)) == expected
 
 
 def test_large_networks_have_the_sizes_of_the_literature():
