@@ -152,22 +152,6 @@ def test_calls_that_cannot_be_served_are_declined_with_the_reason(call, reason, 
     assert_refused(compared(tmp_path, FILE, call=call, build=Given), reason)
 
 
-def test_batches_of_one_sample_are_declined(tmp_path):
-    class Plain(Chain):
-        def __init__(self):
-            super().__init__()
-            for block in self.blocks:
-                block.norm = nn.LayerNorm(WIDTH)
-
-    def loop(training):
-        with training.noting():
-            for _ in range(2):
-                for row in range(40):
-                    training.step(training.dataset.rows[row : row + 1], training.dataset.labels[row : row + 1])
-
-    assert_refused(compared(tmp_path, FILE, loop, build=Plain), "a batch of one sample")
-
-
 # Models of others
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -99,22 +98,6 @@ def test_two_spare_cores_take_the_process(monkeypatch):
     assert choose("inline", "auto", nn.Linear(2, 2)).kind == "inline"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert spare_cores(Loader()) == 8 - 4 * (4 + 3), "the other ranks of the job need cores too"
-
-
-class Spread(nn.Linear):
-    """Says that its parameters are on devices that this machine need not have."""
-
-    def parameters(self, recurse=True):
-        return (types.SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:1", "cuda:0"))
-
-
-@pytest.mark.parametrize("setting", ["auto", "cuda"])
-def test_a_reference_on_an_accelerator_is_on_that_of_the_model(setting, monkeypatch):
-    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 1.0)
-    choice = choose("auto", setting, Spread(2, 2))
-    assert (choice.kind, choice.device) == ("inline", "cuda:1")
-    assert choose("process", "auto", Spread(2, 2)).device == "cpu"
-    assert choose("auto", "cuda", nn.Linear(2, 2)).device == "cpu"
 
 
 # --- what the run makes of readings ---

@@ -155,14 +155,6 @@ def test_a_closed_run_is_saved_as_it_was_before_and_its_place_is_for_the_next(tm
         assert (run.summary().step, run.frozen) == (20, 2)
 
 
-def test_a_crash_leaves_the_model_as_it_was_found():
-    loop = Loop({"config": FREEZE})
-    with pytest.raises(KeyboardInterrupt), loop.run:
-        loop.epochs(3)
-        raise KeyboardInterrupt
-    assert freezes() == [(6, 1), (12, 2)] and outside(loop.net) == loop.before
-
-
 class Tracked(GeneralTracker):
     """Remembers what is logged."""
 

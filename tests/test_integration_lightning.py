@@ -194,18 +194,6 @@ def test_rates_that_are_tried_within_the_training_leave_no_trace(tmp_path):
     assert [(event.step, event.frozen) for event in read_journal(tmp_path / "run").of(Resumed)] == [(10, 1)]
 
 
-def test_a_test_with_an_older_checkpoint_leaves_the_state_of_the_end(tmp_path):
-    class Tested(Classifier):
-        def test_step(self, batch, batch_idx):
-            pass
-
-    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "run")
-    keeps = pl_callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
-    trainer = fit(callback, keeps, model=Tested, enable_checkpointing=True)
-    trainer.test(Tested(), loader(2), ckpt_path=tmp_path / "epoch=1.ckpt", weights_only=True)
-    assert callback.run.summary().step == callback.state_dict()["run"]["clock"]["step"] == 20
-
-
 def rows(folder: Path, *callbacks: Any) -> list[dict[str, str]]:
     fit(*callbacks, logger=CSVLogger(folder, name="", version=0), log_every_n_steps=2, num_sanity_val_steps=2)
     with (folder / "version_0" / "metrics.csv").open() as file:
@@ -406,18 +394,6 @@ def test_a_crash_leaves_the_model_as_it_was_found(error, tmp_path):
     found, expected = outside(model.net), before
     found.pop("modes"), expected.pop("modes")  # those of the training, in which it stopped
     assert found == expected and model.training
-
-
-def test_fitting_twice_makes_two_runs(tmp_path):
-    torch.manual_seed(0)
-    model, callback = Classifier(), EgeriaCallback(config=FREEZE)
-    trainer = trainer_of(callback)
-    trainer.fit(model, loader(), loader(2))
-    trainer.fit_loop.max_epochs = 2 * EPOCHS
-    trainer.fit(model, loader(), loader(2))
-    journals = [read_journal(path) for path in sorted(Path("egeria_runs").iterdir())]
-    assert [journal.of(RunStarted)[0].total_steps for journal in journals] == [20, 20]
-    assert [len(journal.of(ModuleFrozen)) for journal in journals] == [2, 2]
 
 
 class Silent(Classifier):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cuts import cut, cut_behind, numbered, on_meta, text_of
-from egeria.model.cut import make_modules
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,34 +44,6 @@ def gpt2():
 def vit():
     size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 12}
     return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=8, patch_size=4, **size))
-
-
-def clip():
-    size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 6}
-    text, vision = {**size, **SMALL}, {**size, "image_size": 8, "patch_size": 4}
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
-
-
-def swin():
-    size = {"image_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 8}
-    config = transformers.SwinConfig(**size, depths=[2, 2, 6, 2], num_heads=[1, 2, 4, 8])
-    return transformers.SwinForImageClassification(config)
-
-
-def hf_resnet():
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[3, 4, 6, 3])
-    return transformers.ResNetForImageClassification(config)
-
-
-def mixtral():
-    size = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size, num_hidden_layers=4, **SMALL))
-
-
-def bert_to_bert():
-    small = bert("BertModel", depth=3).config
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(small, small)
-    return transformers.EncoderDecoderModel(config)
 
 
 TWELVE = ["0-{}.2", "3-{}.5", "6-{}.7", "8-{}.9"]
@@ -127,24 +98,6 @@ def test_encoders_and_decoders(build):
     assert text_of(found.detaches) == "011000", "the decoder uses the embedding too"
 
 
-def test_towers_stages_experts_and_two_models_in_one():
-    def blocks_of(build):
-        return [module.tap for module in make_modules(build(), target_share=1e-9, minimum_share=1e-12)]
-
-    towers = ("text_model.encoder.layers", "vision_model.encoder.layers")
-    assert blocks_of(clip) == [name for tower in towers for name in numbered(tower, 0, 6)]
-    stages = [(0, 2), (1, 2), (2, 6), (3, 2)]
-    expected = [f"swin.encoder.layers.{stage}.blocks.{i}" for stage, count in stages for i in range(count)]
-    assert blocks_of(swin) == expected
-    assert cut(swin())["swin.encoder.layers.1.blocks"][0] == "swin.encoder.layers.0.downsample"
-    stages = [(0, 3), (1, 4), (2, 6), (3, 3)]
-    expected = [f"resnet.encoder.stages.{stage}.layers.{i}" for stage, count in stages for i in range(count)]
-    assert blocks_of(hf_resnet) == expected
-    assert blocks_of(mixtral) == numbered("model.layers", 0, 4)
-    both = ("encoder.encoder.layer", "decoder.bert.encoder.layer")
-    assert blocks_of(bert_to_bert) == [name for layers in both for name in numbered(layers, 0, 3)]
-
-
 # --- what the first passes say ---
 
 
@@ -160,8 +113,3 @@ def text(model, i):
 
 def step_of(build):
     return image if build is vit else text
-
-
-def small(name, **settings):
-    size = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16, **SMALL}
-    return getattr(transformers, name)(getattr(transformers, settings.pop("config"))(**size, **settings))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-import egeria
-from egeria import Config, ConfigError, read_journal
+from egeria import read_journal
 from egeria.events import (
     FaultCaught,
     ModuleFrozen,
     RunStarted,
     Thawed,
 )
-from egeria.policy import POLICIES, Depth, Interval, Policy, Wants, find_maker, find_rule
+from egeria.policy import Depth, Interval, Wants
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
 
@@ -132,23 +131,3 @@ def test_nonsense_of_a_policy_never_reaches_the_loop(answer, wants, tmp_path):
         entry.step(8)
     assert differences(plain.everything(), loop.everything()) == []
     assert len(read_journal(tmp_path).of(FaultCaught)) == 1
-
-
-def test_a_name_that_is_none_is_refused(tmp_path):
-    model = RESIDUAL.build()
-    optimizer = Loop(RESIDUAL).make_optimizer(model.parameters())
-    with pytest.raises(ConfigError, match=r"'plan', 'static', 'linear', 'none', 'egeria'.*found 'forecast'"):
-        egeria.attach(model, optimizer, policy="forecast", directory=tmp_path)
-
-
-@pytest.mark.parametrize("name", [*POLICIES, FreezeOnceCalm, AtSteps])
-def test_every_policy_is_one_and_takes_its_own_state_back(name):
-    settings = {"plan": "0.5:1"} if name == "static" else {}
-    config = Config.from_dict({"policy": {"name": name, **settings}})
-    facts = {"modules": tuple("abcd"), "trainable": (True,) * 4, "deepest": 3, "total_steps": 100}
-    policy, other = (find_maker(config)(**facts, lr_rule=find_rule("step")) for _ in "12")
-    assert isinstance(policy, Policy)
-    for step in (0, 10, 20, 50):
-        policy.observe(Interval(step=step, num_steps=10, loss=1.0, learning_rate=0.1))
-    other.load_state_dict(policy.state_dict())
-    assert other.state_dict() == policy.state_dict() and other.wants.plasticity_of == policy.wants.plasticity_of

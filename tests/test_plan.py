@@ -174,13 +174,6 @@ def test_a_plan_may_begin_frozen():
     assert decided(make(plan="0:20 0.25:0 0.6:2")) == {0: 3, 25: 0, 60: 2}
 
 
-def test_asked_at_any_step_it_returns_the_depth_of_the_newest_move():
-    policy = make(plan="0.5:1 0.75:2")
-    assert policy.observe(Interval(step=60, frozen=1)) is None
-    assert policy.observe(Interval(step=60, frozen=0)).frozen == 1, "it was refused, or interrupted"
-    assert policy.observe(Interval(step=40, frozen=1)).frozen == 0
-
-
 def test_a_loss_that_explodes_thaws_until_the_next_move():
     for losses, said in [
         ([1.0, 2.5], "rose from 1 to 2.5 within an interval"),
@@ -235,13 +228,6 @@ def test_a_policy_that_follows_no_plan_takes_none():
             ConfigError, match=rf"policy\.plan must be None where policy\.name is '{name}', found '0\.5:1'"
         ):
             Config.from_dict({"policy": {"name": name, "plan": "0.5:1"}})
-
-
-def test_static_needs_a_plan():
-    with pytest.raises(ConfigError, match=r"policy\.plan must be text.*where policy\.name is 'static', found None"):
-        Config.from_dict({"policy": {"name": "static"}})
-    policy = make("static", plan="step 30:1", total_steps=None)
-    assert decided(policy) == {30: 1} and "30 steps are done" in policy.observe(Interval(step=30)).reason
 
 
 class Training:
@@ -377,20 +363,6 @@ def test_a_run_whose_loss_explodes_thaws_and_says_why(tmp_path):
     (first, back), told = moves(tmp_path)[1:3], read_journal(tmp_path).of(Thawed)
     assert first == (0, 2) and back == (16, 0) and "the training loss rose from" in told[0].reason
     assert moves(tmp_path)[3:] == [(30, 1)], "the plan goes on with its next move"
-
-
-def test_a_refused_depth_is_asked_for_once():
-    policy = make(plan="0.5:1 0.7:2")
-    assert policy.observe(Interval(step=50, frozen=0)).frozen == 1
-    assert policy.observe(Interval(step=60, frozen=0, num_steps=10, loss=1.0)) is None
-    assert policy.observe(Interval(step=70, frozen=0, num_steps=10, loss=1.0)).frozen == 2
-
-
-@pytest.mark.parametrize("arguments", [{"plan": "0.5:1"}, {"policy": "linear"}])
-def test_shares_of_a_run_of_unknown_length_are_refused_and_nothing_is_left(arguments, tmp_path):
-    with pytest.raises(ConfigError, match=r"has shares of the training.*found total_steps=None"):
-        Training(tmp_path / "run", total_steps=None, **arguments)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_follows_the_plan_that_it_began_with(tmp_path):

@@ -109,15 +109,6 @@ def test_nothing_freezes_before_the_loss_settles():
     assert run.status.stage == KNOWLEDGE_GUIDED and "5.0%" in run.status.reason and run.wanted == 0
 
 
-def test_an_interval_without_a_finite_loss_says_nothing():
-    run = Asked()
-    for loss in (1.0, None, None):
-        run.end(loss)
-        assert run.status.stage == BOOTSTRAPPING
-    run.end(1.0)
-    assert run.status.stage == KNOWLEDGE_GUIDED
-
-
 def test_a_tenfold_fall_thaws_and_halves_the_window_down_to_two():
     run = Asked(window=10).past_bootstrapping()
     run.settle()
@@ -165,20 +156,6 @@ def test_the_reference_is_due_when_bootstrapping_ends_and_after_so_many_evaluati
             run.read(1.0)
             assert run.policy.wants.refresh, "until the next interval"
     assert due == expected
-
-
-def test_the_reference_waits_while_nothing_is_read():
-    run = Asked(window=2)
-    run.end()
-    run.end(rate=0.11)  # bootstrapping ends while the rate rises
-    assert not run.policy.wants.refresh
-    run.end()
-    assert run.policy.wants.refresh and run.wanted == 0
-    due = []
-    for rate in (0.11, 0.12, 0.12, 0.12):  # one evaluation; none; wanted only from now on; the second
-        run.end(rate=rate)
-        due.append(run.policy.wants.refresh)
-    assert due == [False, False, False, True]
 
 
 @st.composite

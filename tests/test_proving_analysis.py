@@ -29,28 +29,12 @@ def pair(*shape, distance=0.1, seed=0, dtype=torch.float32):
 
 
 @each_metric
-@pytest.mark.parametrize("shape", [(4, 7), (4, 5, 7), (4, 3, 6, 6)])
-def test_metrics_are_zero_for_equal_activations_and_grow_with_the_difference(metric, shape):
-    training, _ = pair(*shape)
-    assert float(metric(training, training.clone())) == 0
-    measured = [float(metric(*pair(*shape, distance=distance))) for distance in (1e-3, 1e-2, 1e-1)]
-    assert 0 < measured[0] < measured[1] < measured[2]
-
-
-@each_metric
-def test_sixteen_bit_activations_are_compared_in_full_precision(metric):
-    training, reference = pair(16, 300, dtype=torch.bfloat16)
-    exact = float(metric(training.double(), reference.double()))
-    assert float(metric(training, reference)) == pytest.approx(exact, rel=1e-3)
-
-
-@each_metric
-def test_unequal_batches_are_refused(metric):
-    training, reference = pair(4, 7)
-    with pytest.raises(ValueError, match=r"equal batches .*found 4 and 3\. Evaluate both models on the same batch"):
-        metric(training, reference[:3])
-    with pytest.raises(ValueError, match="found 0 and 0"):
-        metric(training[:0], reference[:0])
+def test_metrics_are_zero_for_equal_activations_and_grow_with_the_difference(metric):
+    for shape in ((4, 7), (4, 5, 7), (4, 3, 6, 6)):
+        training, _ = pair(*shape)
+        assert float(metric(training, training.clone())) == 0
+        measured = [float(metric(*pair(*shape, distance=distance))) for distance in (1e-3, 1e-2, 1e-1)]
+        assert 0 < measured[0] < measured[1] < measured[2]
 
 
 def test_the_rival_metrics_are_the_hand_worked_numbers():

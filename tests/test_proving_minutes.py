@@ -14,7 +14,7 @@ from benchmarks.__main__ import main
 from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running import limit, runfile, runs
 from benchmarks.proving.running.checkpoint import Checkpoint
-from benchmarks.proving.running.limit import Experience, Limit
+from benchmarks.proving.running.limit import Limit
 from benchmarks.proving.running.piece import Piece
 from benchmarks.proving.running.randomness import find_generators, read_chance, set_chance
 from benchmarks.proving.running.training import train
@@ -33,16 +33,6 @@ def test_an_epoch_begins_only_if_those_before_it_would_have_ended_in_time(left_s
     begun = Checkpoint(**nothing, wall_s=1.0, cpu_s=1.0, lengths_s=[100.0, 900.0, 100.0])  # one of them stalled
     piece = Piece(new_training(), CPU, tmp_path, limit=Limit(1000.0 + left_s), begun=begun)
     assert piece.has_time() is expected
-
-
-def test_a_run_is_expected_to_take_as_long_as_its_like():
-    seen = Experience()
-    assert seen.needed_s("small") == 0
-    seen.note("large", 300)
-    assert seen.needed_s("small") == 300
-    seen.note("small", 20)
-    seen.note("small", 10)
-    assert (seen.needed_s("small"), seen.needed_s("large")) == (20, 300)
 
 
 class Noisy(Dataset):
@@ -110,14 +100,3 @@ def test_an_epoch_that_outlasts_the_command_is_broken_off_in_time(tmp_path, monk
     assert "No epoch ended in this time: give more --minutes." in capsys.readouterr().out
     (run,) = tmp_path.rglob("run.json")
     assert runfile.load(run.parent).status != runfile.FINISHED
-
-
-def test_minutes_must_be_above_0(capsys):
-    with pytest.raises(SystemExit):
-        main(["run", "stops", "--policy", "none", "--minutes", "0"])
-    assert "must be above 0" in capsys.readouterr().err
-
-
-def test_pieces_of_what_is_to_be_made_again_are_refused(tmp_path, capsys):
-    assert main([*bench(tmp_path), "--again"]) == 2
-    assert "never end" in capsys.readouterr().err

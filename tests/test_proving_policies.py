@@ -60,14 +60,6 @@ def test_what_is_no_policy_is_refused():
             parse_policy(text)
 
 
-@pytest.mark.parametrize("name", ["none", "default", "hft", "short", "autofreeze"])
-def test_a_file_must_not_pass_for_what_has_a_meaning(tmp_path, name):
-    path = tmp_path / f"{name}.toml"
-    path.write_text("[plasticity]\nwindow = 20\n")
-    with pytest.raises(RefusedError, match="meaning of its own"):
-        parse_policy(str(path))
-
-
 def test_two_files_of_one_name_cannot_share_a_folder(tmp_path):
     for folder, window in (("a", 4), ("b", 5)):
         (tmp_path / folder).mkdir()

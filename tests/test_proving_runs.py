@@ -144,25 +144,6 @@ def test_other_settings_under_the_same_name_are_refused(copy, tmp_path, capsys):
     assert sort_out([wanted], copy, {}) == []
 
 
-def test_a_run_that_is_being_made_is_left_alone(copy, capsys, monkeypatch):
-    directory = run_directory(copy, "none")
-    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", "benchmarks.proving.running.execution"]
-    with subprocess.Popen(sleeping) as process:
-        try:
-            record = json.loads((directory / "run.json").read_text())
-            (directory / "run.json").write_text(json.dumps({**record, "status": "running", "pid": process.pid}))
-            assert bench("run", "toy", "--policy", "none", "--seeds", "0", *COMMON, "--results", copy) == 2
-            assert "is being made by process" in capsys.readouterr().err
-            before = (directory / "journal.jsonl").read_bytes()
-            monkeypatch.setattr("benchmarks.proving.commands.sort_out", lambda wanted, *_: list(wanted))
-            assert bench("run", "toy", "--policy", "none", "--seeds", "0", *COMMON, "--results", copy) == 1
-        finally:
-            process.kill()
-    assert f"process {process.pid} of another command" in "".join(capsys.readouterr())
-    assert (directory / "journal.jsonl").read_bytes() == before, "it began while this command waited"
-    assert (directory / "journal.jsonl").exists()
-
-
 def test_a_run_that_fails_says_why_and_is_not_a_result(tmp_path, capsys):
     assert bench("run", "broken", "--policy", "none", "--seeds", "0", *COMMON, "--results", tmp_path) == 1
     assert "ValueError: a fault in the workload" in capsys.readouterr().out

@@ -152,16 +152,3 @@ def test_a_shorter_training_goes_through_the_whole_schedule_in_a_share_of_the_st
     assert fewer == batches[:kept]
     assert short == [plain[step * 32 // kept] for step in range(5 * kept)]
     assert set(short) == set(plain)  # it falls at the end of the fourth of five epochs
-
-
-def test_a_shorter_training_ends_like_any_other_and_takes_less_time(tmp_path):
-    found = {}
-    for text in ("none", "short:share=0.5"):
-        policy, training = parse_policy(text), new_training()
-        run = wanted_run(text, recipe=describe(training))
-        assert train(shorten(training, policy.name, policy.settings), policy, tmp_path / policy.folder, CPU)
-        found[text] = read_outcome(tmp_path / policy.folder, run)
-    (comparison,) = compare(list(found.values()), "none")
-    short = comparison.find("short:share=0.5")
-    assert found["short:share=0.5"].skipped.total == 0.5 and short.saved["cpu"].mean > 20
-    assert found["short:share=0.5"].final.step == 5 * 16

@@ -170,13 +170,12 @@ def test_a_model_that_freezing_would_break_is_declined_with_a_way_out(way):
 
 
 def test_an_optimizer_that_freezing_would_break_is_declined():
-    for way in OPTIMIZERS:
-        make, expected = OPTIMIZERS[way]
+    for make, expected in OPTIMIZERS.values():
         model = encoder()
         assert expected in reason_to_decline(model, [sgd(model), make(model)])
 
 
 def test_what_can_be_frozen_is_not_declined():
-    for way, make in FINE.items():
+    for make in FINE.values():
         model = make()
         assert reason_to_decline(model, [sgd(model)]) is None

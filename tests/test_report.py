@@ -196,12 +196,6 @@ def test_frozen_and_skipped_shares(tmp_path):
     assert summary.frozen == 0
 
 
-def test_metrics_are_those_that_were_logged(tmp_path):
-    accuracy, loss = summary_of(tmp_path, run_of_75_steps()).metrics
-    assert (accuracy.name, accuracy.values, accuracy.steps) == ("accuracy", (0.9, 0.8), (40, 70))
-    assert loss.values[-1] == 0.4
-
-
 def with_overhead(course):
     """Tell the overhead in each interval: 1 ms of wall and 2 ms of CPU time a step."""
     return [
@@ -279,11 +273,6 @@ def test_a_closed_run_that_is_resumed_keeps_its_overhead(tmp_path):
     summary = summary_of(tmp_path, run_of_75_steps(), again)
     assert summary.wall.overhead_s == pytest.approx(0.10)
     assert summary.closed
-
-
-def test_a_fresh_run_in_an_old_directory_stands_alone(tmp_path):
-    summary = summary_of(tmp_path, run_of_75_steps(), [started(), interval(10), closed(10)])
-    assert (summary.step, summary.num_earlier_runs, summary.changes) == (10, 1, ())
 
 
 def test_a_torn_last_line_is_counted_and_left_out(tmp_path):
@@ -410,15 +399,6 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path):
     page_of(made)
 
 
-def test_a_directory_that_cannot_be_written_costs_only_the_page(tmp_path):
-    write(tmp_path, run_of_75_steps())
-    (tmp_path / "report.html").mkdir()
-    made = report(tmp_path)
-    assert made.path is None
-    assert "cannot be written" in made.message and made.message in str(made)
-    assert made.summary.wall.saved_s == pytest.approx(1.0)
-
-
 def test_thousands_of_readings_make_a_small_page(tmp_path):
     course = [started(interval_steps=10, total_steps=50_000), stage(0)]
     for step in range(10, 50_001, 10):
@@ -428,20 +408,6 @@ def test_thousands_of_readings_make_a_small_page(tmp_path):
     assert made.path.stat().st_size < 400_000
     # The spike survives the thinning: the axis reaches up to it.
     assert ">1000<" in made.path.read_text(encoding="utf-8")
-
-
-def test_the_page_lists_events_with_their_reasons(tmp_path):
-    course = run_of_75_steps()
-    course[1:1] = [
-        events.ControllerChosen(step=0, controller="process", reason="14 of 16 cores are spare"),
-        events.RungTaken(step=20, before="", after="int8-static", reason="the fastest here"),
-        events.RungTaken(step=40, before="int8-static", after="fp32", reason="too coarse"),
-        events.IntervalChanged(step=45, before=10, after=25, reason="over the budget"),
-    ]
-    write(tmp_path, course)
-    page = report(tmp_path).path.read_text(encoding="utf-8")
-    told = ("14 of 16 cores are spare", "before 10, after 25", "too coarse")
-    assert [text for text in told if text not in page] == []
 
 
 def test_a_report_is_titled_by_what_was_trained_on_what(tmp_path):

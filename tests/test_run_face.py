@@ -168,16 +168,6 @@ def test_a_run_that_cannot_write_its_journal_has_a_summary(tmp_path):
     assert second.time_saved_s is not None
 
 
-@pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
-def test_a_model_that_cannot_be_cut_has_a_summary(tmp_path):
-    model = nn.Linear(8, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with egeria.attach(model, optimizer, directory=tmp_path) as run:
-        assert "no layer modules yet" in repr(run)
-        steps_of(run, model, optimizer, 3)
-        assert run.summary().modules == () and "step 3" in repr(run) and "no layer modules," in repr(run)
-
-
 def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
     loop = loop_in(tmp_path, total_steps=40)
     assert repr(loop.run) == "<egeria.Run: step 0 of 40, bootstrapping, no layer modules yet, time saved not known>"
@@ -282,15 +272,6 @@ def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path
     second.close()
     summary = egeria.report(tmp_path).summary
     assert (summary.step, summary.num_earlier_runs) == (4, 1)
-
-
-def test_a_run_that_goes_on_in_its_directory_says_nothing(tmp_path):
-    loop = frozen_loop(tmp_path)
-    checkpoint = loop.save()
-    loop.run.close()
-    resumed = loop_in(tmp_path)
-    resumed.load(checkpoint)
-    assert tell(lambda: steps_of(resumed.run, resumed.model, resumed.optimizer, 1)) == []
 
 
 def steps_of(run, model, optimizer, count):

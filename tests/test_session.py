@@ -298,12 +298,6 @@ def test_however_a_run_ends_the_model_is_as_it_was_found(end, tmp_path):
     assert outside(loop.model) == outside(Loop(PARTS).model.train())
 
 
-def test_a_run_of_no_steps_has_a_whole_journal(tmp_path):
-    with attach(*model_and_optimizer(), total_steps=9, directory=tmp_path) as run:
-        run.log(accuracy=0.5)
-    assert [event.kind for event in read_journal(tmp_path)] == ["metric", "run_started", "run_closed"]
-
-
 def test_the_scheduler_names_the_rule_and_total_steps_the_interval(tmp_path):
     model, optimizer = model_and_optimizer()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
@@ -472,35 +466,6 @@ def test_what_the_user_froze_before_and_trains_later_is_never_frozen_by_us(way, 
     assert not any(map(torch.equal, before, loop.model.parts[0].parameters()))
     loop.run.close()
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
-
-
-class Prompted(SPECIMENS["Tied"].build):
-    """Begins with the output of its embedding."""
-
-    def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.output(hidden)
-
-
-def test_a_soft_prompt_in_front_of_frozen_layers_keeps_its_gradient_also_where_a_run_goes_on(tmp_path):
-    torch.manual_seed(0)
-    model, prompt = Prompted(), nn.Parameter(torch.randn(6, 5, 8))
-    optimizer = torch.optim.SGD([*model.parameters(), prompt], lr=0.01)
-    state, gradients = None, []
-    for part in ("first", "second"):
-        with attach(model, optimizer, total_steps=40, plan="0.2:1", directory=tmp_path / part) as run:
-            if state is not None:
-                run.load_state_dict(state)
-            for _ in range(20):
-                model(prompt).square().mean().backward()
-                gradients.append(prompt.grad is not None and bool(prompt.grad.any()))
-                optimizer.step()
-                optimizer.zero_grad()
-                run.step(1.0)
-            state = run.state_dict()
-            assert run.frozen == 1
-    assert all(gradients) and len(gradients) == 40
 
 
 def test_modes_that_a_resumed_run_found_in_evaluation_follow_the_loop(tmp_path):

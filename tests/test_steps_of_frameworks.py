@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers
-from torch.utils.data import DataLoader
 
 import egeria
 from egeria import ConfigError, read_journal
@@ -169,12 +168,8 @@ def test_what_is_no_scheduler_is_refused(tmp_path):
 def test_what_is_no_loader_is_refused(tmp_path):
     for make, found in [
         (lambda model, optimizer: schedulers.StepLR(optimizer, 1), "StepLR"),
-        (lambda model, optimizer: AcceleratedScheduler(schedulers.StepLR(optimizer, 1)), "AcceleratedScheduler"),
-        (lambda model, optimizer: optimizer, "SGD"),
         (lambda model, optimizer: AcceleratedOptimizer(optimizer), "AcceleratedOptimizer"),
         (lambda model, optimizer: "train", "'train'"),
-        (lambda model, optimizer: STEPS, f"{STEPS}"),
-        (lambda model, optimizer: DataLoader, "the class DataLoader"),
         (lambda model, optimizer: model, "Sequential"),
     ]:
         model = network()
@@ -261,19 +256,6 @@ def test_a_run_resumed_among_micro_batches_goes_on_as_if_never_stopped(resume_at
     directory = accumulate(tmp_path / "parts", resume_at=resume_at)
     assert count(directory) == count(tmp_path / "whole")
     assert losses_of(directory) == losses_of(tmp_path / "whole")[-len(losses_of(directory)) :]
-
-
-def test_a_call_ahead_of_the_optimizers_step_counts_with_the_next(tmp_path):
-    model = network()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with attach(model, optimizer, tmp_path) as run:
-        for batch in batches(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            run.step(loss)
-            optimizer.step()
-    assert count(tmp_path) == STEPS - 1
 
 
 def test_steps_of_an_optimizer_that_attach_was_not_given_are_missed_once(tmp_path):

@@ -62,15 +62,15 @@ def test_a_function_gets_the_numbers_once_for_each_step_that_brought_news(tmp_pa
     assert last["egeria/overhead"] == pytest.approx(found.wall.overhead_share)
 
 
-# --- what goes wrong ---------------------------------------------------------------------------
-
-
 def test_what_is_no_tracker_is_refused(tmp_path):
     for given in ["tensorboard", 3, object(), [print, None], dict, torch.nn.Linear]:
         model = PARTS.build()
         with pytest.raises(ConfigError, match=r"log_to is TensorBoard's SummaryWriter.*found"):
             egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), directory=tmp_path, log_to=given)
         assert list(tmp_path.iterdir()) == []
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
 
 
 def test_a_tracker_that_raises_is_dropped_with_one_warning_and_the_others_go_on(tmp_path):

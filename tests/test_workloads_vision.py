@@ -17,7 +17,7 @@ from benchmarks.workloads.vision import WORKLOADS, efficient
 from benchmarks.workloads.vision.camvid import read_camvid
 from benchmarks.workloads.vision.cifar10 import read_cifar10
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
-from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Source
+from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, Pictures, Source
 from benchmarks.workloads.vision.recipe import Recipe, step_schedule
 from benchmarks.workloads.vision.recipes import EFFICIENT_RECIPES, TRANSFER_RECIPES
 from benchmarks.workloads.vision.task import Task, build
@@ -139,15 +139,6 @@ def test_what_comes_from_imagenet_has_its_weights_a_new_head_and_a_judge(name, d
     assert first == again and first[0] != first[1]
 
 
-def test_a_run_falls_at_the_epoch_of_its_decay():
-    training = build(TASK, step_schedule, setting(None))
-    assert len(training.loader) == 6
-    losses(training, 5)
-    assert training.optimizer.param_groups[0]["lr"] == 0.1
-    losses(training, 1)
-    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
 def test_a_setting_fixes_the_run_and_the_seed_changes_it():
     first = losses(build(TASK, step_schedule, setting(None)), 6)
     assert losses(build(TASK, step_schedule, setting(None)), 6) == first
@@ -181,16 +172,6 @@ def test_crops_are_windows_of_the_padded_picture_and_targets_move_along():
             same = (windows == wanted).all(dim=(2, 3)).nonzero().tolist()
             places.update((flipped, *place) for place in same)
     assert len(places) == 2 * 2 * 3
-
-
-def test_padding_is_black_and_held_out_pictures_are_seen_whole():
-    white = Pictures(torch.full((64, 6, 8, 3), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
-    source = Source(white, white, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    crops, _ = CroppedBatches(source, TINY, torch.Generator().manual_seed(0)).__getitems__(list(range(64)))
-    assert crops.unique().tolist() == [0.0, 1.0]
-    assert crops[:, :, 1:-2, 1:-2].eq(1).all()
-    images, labels = PictureBatches(white, source).__getitems__([3, 4])
-    assert images.shape == (2, 3, 6, 8) and images.eq(1).all() and labels.dtype == torch.long
 
 
 def test_evaluation_judges_all_held_out_pictures():
