@@ -22,9 +22,7 @@ import torch
 from torch import nn
 
 from egeria import read_journal
-from egeria.controller import Answer, EvaluationPlan, InlineController, ProcessController, Ticket
 from egeria.events import Declined, FaultCaught, IntervalMeasured, PlasticityRead, ReadingDropped, RunClosed
-from egeria.model.batch import Batch
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
 from strays import is_alive, is_gone_within, nothing_left_behind
@@ -105,58 +103,6 @@ class Training:
         asked = {event.evaluation for event in self.told(IntervalMeasured) if event.evaluation > 2}
         answered = {event.evaluation for kind in (PlasticityRead, ReadingDropped) for event in self.told(kind)}
         assert asked == answered, "an evaluation is neither read nor dropped"
-
-
-# --- what becomes of evaluations that are under way ---
-
-
-def readings(controller, between=lambda evaluation, read: None):
-    """Return by evaluation what a controller reads; two snapshots and six evaluations, the model moves after each."""
-    torch.manual_seed(0)
-    model, read = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), {}
-    for evaluation in range(8):
-        batch = Batch.of_call((torch.randn(6, 8),), {}, "cpu")
-        if evaluation % 4 == 0:
-            assert controller.refresh(model, batch)
-        else:
-            controller.submit(Ticket(evaluation, 0, "1"), batch, model[:2](*batch.args))
-        with torch.no_grad():
-            model[0].weight.mul_(1.1)
-        between(evaluation, read)
-    torch.rand(1)
-    deadline = time.monotonic() + LONGEST_WAIT_S
-    while len(read) < 6 and time.monotonic() < deadline:
-        take_in(controller, read)
-    controller.close()
-    return read
-
-
-def take_in(controller, read):
-    answers = [report for report in controller.poll() if isinstance(report, Answer)]
-    read |= {answer.ticket.evaluation: answer.value for answer in answers}
-
-
-PLAN = EvaluationPlan(taps=("1",), largest_map=16, precision="fp32", device="cpu")
-
-
-@pytest.mark.parametrize("stopped_behind", [None, 0, 3])
-def test_what_a_killed_process_has_not_answered_is_read_all_the_same(stopped_behind, monkeypatch):
-    monkeypatch.setattr("egeria.controller.process.QUEUE_LENGTH", 8)
-    controller = ProcessController(PLAN, timeout_s=100)
-
-    def between(evaluation, read):
-        if evaluation == stopped_behind:
-            deadline = time.monotonic() + LONGEST_WAIT_S
-            while time.monotonic() < deadline and not (controllers() and len(read) >= evaluation - evaluation // 4):
-                take_in(controller, read)
-            os.kill(controllers()[0], signal.SIGSTOP)
-        if evaluation == 7 and stopped_behind is not None:
-            os.kill(controllers()[0], signal.SIGKILL)
-
-    expected = readings(InlineController(PLAN))
-    random = torch.get_rng_state()
-    assert readings(controller, between) == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(random, torch.get_rng_state())
 
 
 # --- faults, at whatever moment ---
@@ -258,16 +204,6 @@ def test_a_full_queue_drops_and_counts_and_empties_again(tmp_path):
     training.until_read()
     assert not training.told(Declined)
     training.finish()
-
-
-def test_evaluations_under_way_at_the_end_are_counted(tmp_path):
-    training = Training(tmp_path)
-    training.until_read()
-    os.kill(training.pid, signal.SIGSTOP)
-    training.loop.step(4)
-    training.finish()
-    lost = "the run ended before the controller came to it"
-    assert len([drop for drop in training.told(ReadingDropped) if drop.reason == lost]) >= 2
 
 
 # --- a process that refuses ---

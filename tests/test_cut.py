@@ -270,15 +270,6 @@ def test_only_what_received_a_gradient_freezes():
     assert not any("teacher" in name for module in found.modules for name in module.submodules)
 
 
-def test_what_keep_finds_never_freezes_and_is_not_cut_off():
-    step = lambda model, i: square(model, i, (4, 1, 6, 6))  # noqa: E731
-    found = cut_behind(images(), step, keep=r"norm|bias$|^1\.")
-    assert found.modules[0].parameters == ("0.weight", "3.0.conv1.weight", "3.0.conv2.weight")
-    assert text_of(found.detaches) == "0000" and found.deepest == 3
-    found = cut_behind(images(), step, keep="weight|bias")
-    assert found.trainable == (False,) * 4 and found.deepest == 0 and found.reason
-
-
 def test_passes_without_gradients_and_recomputation_are_left_out():
     model = Checkpointed(use_reentrant=False)
 
@@ -317,32 +308,6 @@ def test_the_reason_says_why_not_deeper():
     found = cut_behind(Checkpointed(use_reentrant=True), square)
     assert found.is_reentrant and found.deepest == 0
     assert found.reason.startswith("parts.0 runs in a reentrant checkpoint") and "use_reentrant=False" in found.reason
-
-
-def test_blocks_that_recompute_only_in_training_mode_freeze_under_reentrant_checkpoints():
-    class Layer(Part):  # as those of transformers; frozen ones are in eval mode
-        gradient_checkpointing = True
-
-        def __call__(self, *args):
-            forward = super().__call__
-            return checkpoint(forward, *args, use_reentrant=True) if self.training else forward(*args)
-
-    model = Chain(Layer)
-    found = cut_behind(model, lambda model, i: model(torch.randn(6, 8).requires_grad_()).sum())
-    assert found.is_reentrant and found.deepest == 3 and not found.reason
-    assert [module.name for module in found.modules] == [f"parts.{index}" for index in range(4)]
-
-
-def test_in_front_of_a_reentrant_checkpoint_layers_freeze():
-    class Last(Chain):
-        def forward(self, x):
-            for part in self.parts[:3]:
-                x = part(x)
-            return self.head(checkpoint(self.parts[3], x, use_reentrant=True))
-
-    found = cut_behind(Last(), square, passes=2)
-    assert found.deepest == 3 and found.is_reentrant and found.trainable == (True,) * 4
-    check_depths(Last, square, found)
 
 
 # --- the watch in the user's passes ---

@@ -208,20 +208,6 @@ def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
     assert rest == plain and len(ours) > 3
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_report_goes_to_loggers_that_take_files(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="MLflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    from lightning.pytorch.loggers import MLFlowLogger  # noqa: PLC0415 (it imports MLflow)
-
-    logger = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlflow'}")
-    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run"), logger=logger, log_every_n_steps=2)
-    history = logger.experiment.get_metric_history(logger.run_id, "egeria/frozen")
-    assert {entry.step: entry.value for entry in history}[20] == 2
-    assert [Path(entry.path).name for entry in logger.experiment.list_artifacts(logger.run_id, "egeria")]
-
-
 class Parts(Classifier):
     """Two parts that `training_step` calls one by one."""
 
@@ -326,19 +312,6 @@ def test_what_cannot_be_followed_is_declined_with_one_warning(case, tmp_path):
     [said] = [str(entry.message) for entry in caught if issubclass(entry.category, EgeriaWarning)]
     assert reason in said and not list(tmp_path.iterdir())
     assert differences(end_of(trainer), plain) == []
-
-
-def test_steps_without_a_loss_are_counted(tmp_path):
-    class Skips(Classifier):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return None if batch_idx == 2 else loss
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of Lightning, and ours that a loss is not finite
-        trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=Skips)
-    assert trainer.global_step == read_journal(tmp_path).of(RunClosed)[0].step == 20
-    assert freezes(tmp_path) == [(6, 1), (12, 2)]
 
 
 class Endless(IterableDataset):

@@ -21,6 +21,9 @@ STEPS = 60
 INLINE = {"config": {**FAST, "freezing": {"tolerance_share": 2.0}}, "controller": "inline"}
 
 
+ALWAYS = ("KeepingAll", "BreakingInInference", "Uncopyable", "Wrapped", "one_layer", "norms_kept_in_inference")
+
+
 def over(specimens):
     return pytest.mark.parametrize("specimen", specimens, ids=lambda specimen: specimen.name)
 
@@ -30,8 +33,10 @@ def scripted(directory):
     return {"controller": ScriptedController(), "config": FAST, "directory": directory}
 
 
-@pytest.mark.slow
-@over(MENAGERIE)
+@pytest.mark.parametrize(
+    "specimen",
+    [pytest.param(each, marks=() if each.name in ALWAYS else pytest.mark.slow, id=each.name) for each in MENAGERIE],
+)
 def test_law_1_attached_but_never_freezing_is_the_plain_loop_and_the_unsupported_are_told_why(specimen, tmp_path):
     plain = Loop(specimen)
     config = {**FAST, "freezing": {"tolerance_readings": 10**6}, "reference": {"precision": "int8"}}

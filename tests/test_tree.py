@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -56,22 +55,6 @@ def test_mapping_changes_every_tensor_and_nothing_else(value):
     before, after = list(tree.leaves(value)), list(tree.leaves(doubled))
     assert len(before) == len(after)
     assert all(torch.equal(old * 2, new) for old, new in zip(before, after, strict=True))
-
-
-def test_containers_keep_their_type():
-    for container in [
-        lambda tensor: Pair(tensor, 3),
-        lambda tensor: collections.OrderedDict(b=tensor, a=1),
-        lambda tensor: collections.UserDict(b=tensor, a=1),
-        lambda tensor: MappingProxyType({"a": tensor}),
-        lambda tensor: torch.max(tensor, dim=1),
-        lambda tensor: torch.nn.utils.rnn.pack_sequence([tensor]),
-    ]:
-        value = container(torch.ones(2, 3, requires_grad=True))
-        cut = tree.detach(value)
-        assert type(cut) is type(value)
-        assert tree.requires_grad(value) and not tree.requires_grad(cut)
-        assert list(tree.leaves(cut)) != []
 
 
 def test_the_first_activation_is_of_floating_point_and_has_samples_and_features():

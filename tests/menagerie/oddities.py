@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -141,6 +143,40 @@ class Remembering(Parts):
         return self.last
 
 
+class KeepingAll(Parts):
+    """Keeps what published models keep outside of buffers: a momentum encoder, a queue, losses, generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.key = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.queue, self.losses, self.counts, self.tags = torch.zeros(8), list[Tensor](), {"calls": 0}, {"new"}
+        self.random, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.register_buffer("average", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]; each pass is another."""
+        self.key.weight.data = 0.9 * self.key.weight.data + 0.1 * self.encoder.weight.data
+        self.queue.mul_(0.9).add_(0.1 * x.detach().mean(dim=0))
+        self.average.mul_(0.9).add_(x.detach().mean(dim=0))
+        y = self.encoder(x) + self.key(x) + torch.rand(8, generator=self.random) + torch.rand(8) + self.average
+        y = y + self.numpy.random() + self.python.random() + self.queue + 0.01 * len(self.tags)
+        self.losses.append(y.square().mean())
+        self.counts["calls"] += 1
+        self.tags.add(str(self.counts["calls"]))
+        return super().forward(y + 0.001 * len(self.losses))
+
+
+class BreakingInInference(Parts):
+    """Cannot be run in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        x = x + torch.rand(x.shape)
+        if not self.training:
+            raise RuntimeError("broken on purpose")
+        return super().forward(x)
+
+
 class Uncopyable(Parts):
     """Holds a lock, which no deep copy is possible of."""
 
@@ -174,6 +210,7 @@ SPECIMENS = (
             (Remembering, "a computed tensor among the attributes"),
             (PartsByName, "the parts live in a dictionary"),
             (traced, "its code was written by torch.fx"),
+            (KeepingAll, "what a pass leaves behind is everywhere"),
         )
     ),
     *(
@@ -182,6 +219,7 @@ SPECIMENS = (
             (Wrapped, "activations travel in objects of the user's own", "gives no tensor to judge it by"),
             (Uncopyable, "an attribute that cannot be copied", "deep copy"),
             (one_layer, "a single layer", "two layers"),
+            (BreakingInInference, "it raises in evaluation mode", "broken on purpose"),
         )
     ),
 )
