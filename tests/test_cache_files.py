@@ -71,11 +71,6 @@ def test_damaged_rows_are_computed_and_stored_again(harm, tmp_path):
     assert trained.complaints == ["they are computed again"]
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.chmod(0)])
-def test_a_file_without_a_name_or_rights_is_used_on(harm, tmp_path):
-    assert_served(compared(tmp_path, FILE, at(SERVING, harm)))
-
-
 @pytest.mark.parametrize("limit", [0, 2**13])
 def test_a_full_disk_costs_the_rows_that_do_not_fit(limit, tmp_path):
     """Files may be no larger, which is what a quota looks like."""

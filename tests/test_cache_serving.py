@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from examples.resnet import cifar_resnet
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -56,19 +55,6 @@ def test_rows_are_served_and_training_is_the_same(cache, depth, tmp_path):
     assert decided.mode == "stored" and decided.boundary == used.boundary == f"blocks.{depth - 1}"
     assert used.checks >= 5 and used.largest_error == 0 and used.damaged == 0
     assert used.repeats >= used.hits and used.size_bytes >= NUM_SAMPLES * WIDTH * 4
-
-
-@each_store
-def test_images_in_channels_last_under_autocast_keep_type_and_layout(cache, tmp_path):
-    def call(model, images):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(images.to(memory_format=torch.channels_last))
-
-    def build():
-        return cifar_resnet(8).to(memory_format=torch.channels_last)
-
-    images = Vectors(shape=(3, 8, 8))
-    assert_served(compared(tmp_path, cache, build=build, dataset=images, call=call, depth=1))
 
 
 def test_boundaries_that_move_begin_anew_and_a_thaw_ends_it(tmp_path):
@@ -209,33 +195,6 @@ def test_epochs_that_end_with_very_few_rows(rest, tmp_path):
         return DataLoader(dataset, batch_size=BATCH)
 
     assert_served(compared(tmp_path, MEMORY, dataset=Vectors(40 + rest), loader=loader), 150)
-
-
-class Scaled(Chain):
-    """Is called with more than a tensor of rows."""
-
-    def forward(self, x, scale=1.0, shared=None, num_items_in_batch=None):
-        for block in self.blocks:
-            x = block(scale * x if shared is None else x + shared)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("argument", ["scale", "shared", "num_items_in_batch"])
-def test_everything_that_the_model_is_given_counts_but_what_the_loss_is_divided_by(argument, tmp_path):
-    numbers = iter(range(1000))
-
-    def call(model, inputs):
-        epoch = next(numbers) // EPOCH
-        if argument == "num_items_in_batch":
-            return model(inputs, num_items_in_batch=epoch)
-        if argument == "scale":
-            return model(inputs, scale=1.0 + epoch % 2 / 8)
-        return model(inputs, shared=torch.full((1, WIDTH), epoch % 2 / 8))
-
-    trained = compared(tmp_path, MEMORY, build=Scaled, call=call)
-    (used,) = trained.journal(CacheUsed)
-    assert_served(trained)
-    assert (used.misses >= 2 * NUM_SAMPLES) == (argument != "num_items_in_batch")
 
 
 class Checkpointed(Chain):

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import egeria
 from egeria.events import FaultCaught, PlasticityRead, ReadingDropped
 from loops import FAST
-from twins import PLANS, Program, Twin, check_by_hand, declined
+from twins import PLANS, Program, Twin, check_by_hand
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -214,57 +213,6 @@ def test_nor_does_that_of_a_frozen_encoder(kind, config, tmp_path):
     )
     assert front and backward_passes(ours.model, front, ours.update) == 0
     ours.run.close()
-
-
-class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.outer(functional.gelu(self.inner(self.norm(x)))))
-
-
-def vectors(number: int) -> Tensor:
-    return torch.randn(ROWS, 8, generator=random(number))
-
-
-class Adversaries(nn.Module):
-    """A generator and a discriminator in one model, with an optimizer each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(8, 8))
-        self.discriminator = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor, part: str) -> Tensor:
-        return getattr(self, part)(x)
-
-
-def play(model: Any, optimizers: Any, number: int) -> Tensor:
-    for_generator, for_discriminator = optimizers
-    made, real = model(vectors(number), "generator"), vectors(number + 100)
-    loss = functional.softplus(-model(real, "discriminator")).mean()
-    loss = loss + functional.softplus(model(made.detach(), "discriminator")).mean()
-    for_discriminator.zero_grad()
-    loss.backward()
-    for_discriminator.step()
-    for_generator.zero_grad()
-    functional.softplus(-model(made, "discriminator")).mean().backward()
-    for_generator.step()
-    return loss.detach()
-
-
-def test_each_of_two_adversaries_keeps_something_to_train(tmp_path):
-    def optimizers(model: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(part.parameters(), 1e-2) for part in (model.generator, model.discriminator)]
-
-    game = Program(build=Adversaries, loss=causal, update=play, optimizers=optimizers)
-    check_by_hand(game, tmp_path, PLANS[0], deepest=2).run.close()
-    assert all("one of the optimizers would have nothing left" in entry for entry in declined(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5", "ViT"])

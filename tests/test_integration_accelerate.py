@@ -20,7 +20,6 @@ accelerate = pytest.importorskip("accelerate", reason="Accelerate is not install
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
-from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 
 from egeria import ConfigError, read_journal  # noqa: E402
 from egeria.events import (  # noqa: E402
@@ -193,24 +192,6 @@ def test_arguments_outside_their_contract_are_errors():
         attach(loop.accelerator, loop.model, loop.optimizer, total_steps=0)
     with pytest.raises(ConfigError, match=r"loader is .* found AcceleratedScheduler\. .*scheduler="):
         attach(loop.accelerator, loop.model, loop.optimizer, loop.schedule)
-
-
-@pytest.mark.parametrize("way", ["by the accelerator", "in place", "before"])
-def test_a_compiled_model_freezes(way, monkeypatch):
-    torch.compiler.reset()
-    # No freeze of a model this small repays compiling it anew.
-    monkeypatch.setattr("egeria.model.compile.Compilation.repays", lambda *_: None)
-
-    def compiled():
-        model = Net()
-        if way == "in place":
-            model.compile(backend="eager")
-        return torch.compile(model, backend="eager") if way == "before" else model
-
-    plugin = {"dynamo_plugin": TorchDynamoPlugin(backend="eager")} if way == "by the accelerator" else {}
-    loop = Loop({"config": FREEZE}, model=compiled, **plugin).epochs()
-    assert freezes() == [(6, 1), (12, 2)]
-    loop.run.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["plain", "bf16"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import warnings
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install egeria[lightning]")
 
 from lightning.pytorch import callbacks as pl_callbacks  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
@@ -162,14 +160,6 @@ def test_a_checkpoint_of_a_training_without_egeria_is_gone_on_from(tmp_path):
     assert freezes(tmp_path / "run") == [(3, 1), (6, 2)]
 
 
-def test_a_state_of_another_policy_is_left_with_one_warning(tmp_path):
-    stopped = Stops(10, tmp_path / "last.ckpt")
-    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), stopped)
-    with pytest.warns(EgeriaWarning, match="its state in the checkpoint does not fit"):
-        trainer = fit(EgeriaCallback(policy="linear", directory=tmp_path / "second"), ckpt_path=stopped.path)
-    assert trainer.global_step == EPOCHS * BATCHES
-
-
 class Tries(pl_callbacks.LearningRateFinder):
     """Tries rates within the training, as Lightning's page about it has it."""
 
@@ -192,20 +182,6 @@ def test_rates_that_are_tried_within_the_training_leave_no_trace(tmp_path):
     assert callback.run.summary().step == trainer.global_step == 20
     assert freezes(tmp_path / "run") == [(6, 1), (12, 2)]
     assert [(event.step, event.frozen) for event in read_journal(tmp_path / "run").of(Resumed)] == [(10, 1)]
-
-
-def rows(folder: Path, *callbacks: Any) -> list[dict[str, str]]:
-    fit(*callbacks, logger=CSVLogger(folder, name="", version=0), log_every_n_steps=2, num_sanity_val_steps=2)
-    with (folder / "version_0" / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
-    plain = rows(tmp_path / "plain")
-    logged = rows(tmp_path / "watched", EgeriaCallback(config=WATCH, directory=tmp_path / "run"))
-    ours = [row for row in logged if row["egeria/frozen"]]
-    rest = [{name: value for name, value in row.items() if name in plain[0]} for row in logged if row not in ours]
-    assert rest == plain and len(ours) > 3
 
 
 class Parts(Classifier):
@@ -266,24 +242,12 @@ class Manual(Classifier):
         optimizer.step()
 
 
-class Thaws(pl_callbacks.BaseFinetuning):
-    """Trains the front later."""
-
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 2:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
-
 class DeepSpeedStrategy(SingleDeviceStrategy):
     """By its name one of those that egeria does not follow."""
 
 
 DECLINED: dict[str, Any] = {
     "SWA": (Classifier, [lambda: pl_callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)], "averages"),
-    "finetuning": (Classifier, [Thaws], "freezes and thaws layers itself"),
     "accumulation": (
         Classifier,
         [lambda: pl_callbacks.GradientAccumulationScheduler({0: 1, 2: 2})],
@@ -333,22 +297,6 @@ def test_a_loader_without_a_length_is_told_what_gives_the_training_one(tmp_path)
     train("steps", max_steps=20)
     train("limited", limit_train_batches=BATCHES)
     assert freezes(tmp_path / "steps") == freezes(tmp_path / "limited") == [(6, 1), (12, 2)]
-
-
-def test_a_plan_in_epochs_follows_whole_epochs_alone(tmp_path):
-    def train(folder: str, data: Any, **options: Any) -> None:
-        callback = EgeriaCallback(config={"policy": {"plan": "epoch 1:1"}}, directory=tmp_path / folder)
-        trainer_of(callback, **options).fit(Classifier(), data, loader(2))
-
-    train("whole", loader(), accumulate_grad_batches=2)
-    steps = -(-len(loader()) // 2)
-    assert freezes(tmp_path / "whole")[0] == (steps, 1)
-    for folder, data, options in (
-        ("limited", loader(), {"limit_train_batches": 2}),
-        ("endless", DataLoader(Endless(), batch_size=BATCH), {"max_steps": 20}),
-    ):
-        with pytest.warns(EgeriaWarning, match=r"epochs of its plan need one loader.*Give it in steps"):
-            train(folder, data, **options)
 
 
 def test_a_fast_development_run_leaves_nothing_behind(tmp_path):
@@ -447,14 +395,3 @@ def test_two_ranks_freeze_alike_and_watch_without_a_trace(tmp_path):
     steps = first["step"]
     assert freezes(tmp_path / "frozen") == [(-(-steps * 3 // 10), 1), (-(-steps * 6 // 10), 2)]
     assert not read_journal(tmp_path / "frozen").of(Declined)
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [{"model": Whole}, {"model": Parts, "watched": "net"}], ids=["itself", "part"])
-def test_two_ranks_follow_a_module_that_calls_itself_and_a_part(options, tmp_path):
-    first, second = run_ranks(fit_on_ranks, str(tmp_path), FREEZE, options)
-    weights = [{k: v for k, v in end.items() if k != "random" and "running" not in k} for end in (first, second)]
-    assert differences(*weights) == []
-    assert freezes(tmp_path) == [(6, 1), (12, 2)]
-    assert not read_journal(tmp_path).of(Declined)

@@ -16,7 +16,6 @@ from egeria.events import (
     Declined,
     FaultCaught,
     IntervalMeasured,
-    ModuleFrozen,
     Resumed,
     RunClosed,
     RunStarted,
@@ -270,31 +269,6 @@ def test_checkpoints_that_are_kept_have_its_file(tmp_path):
     assert all(parameter.requires_grad for parameter in trained.model.parameters())
 
 
-def test_a_smaller_batch_begins_anew(tmp_path):
-    trains = []
-
-    class OutOfMemory(Trainer):
-        """Fails as a device without memory does, while the batch is large."""
-
-        def _prepare_for_training(self, *args, **kwargs):
-            trains.append(all(parameter.requires_grad for parameter in self.model.parameters()))
-            return super()._prepare_for_training(*args, **kwargs)
-
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            if len(inputs["labels"]) > 3 and self.state.global_step == 6:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    trained, _, frozen = train_watched(tmp_path, FREEZE, kind=OutOfMemory, auto_find_batch_size=True)
-    assert trained._train_batch_size == 3 and trained.state.global_step == 16
-    first = egeria.read_journal(tmp_path / "egeria")
-    assert [event.step for event in first.of(RunClosed)] == [6] and len(first.of(ModuleFrozen)) == 1
-    assert trains == [True, True]  # as what wraps the model in DistributedDataParallel finds it
-    journal = assert_clean(tmp_path / "egeria-2")
-    assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
-    assert frozen[16] == 2
-
-
 def test_a_fault_of_ours_does_not_stop_the_trainer(tmp_path, monkeypatch):
     plain = trainer(tmp_path / "plain")
     plain.train()
@@ -323,64 +297,6 @@ def test_what_cannot_be_followed_is_declined_with_the_reason(tmp_path):
     with pytest.warns(EgeriaWarning, match="freezing: DataParallel copies the model"):
         trained.train()
     assert trained.state.global_step == 16
-
-
-def lora(model):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
-
-
-class Backward:
-    """Counts the backward passes through a module."""
-
-    def __init__(self, module):
-        self.count = 0
-        module.register_full_backward_hook(self._note)
-
-    def _note(self, module, received, sent):
-        self.count += 1
-
-
-def test_lora_with_gradients_at_the_input_saves_the_backward_pass(tmp_path):
-    set_seed(0)
-    model = lora(bert())
-    model.enable_input_require_grads()
-    count = Backward(model.get_submodule("base_model.model.bert.encoder.layer.0.output"))
-    _trained, _callback, frozen = train_watched(tmp_path, FREEZE, model=model)
-    journal = egeria.read_journal(tmp_path / "egeria")
-    assert frozen[16] == 2 and not journal.of(FaultCaught)
-    assert count.count <= 6  # 16 without
-
-
-def tokenizer(folder):
-    """Return a tokenizer of numbers as words."""
-    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
-    words |= {str(number): len(words) + number for number in range(45)}
-    return transformers.BertTokenizerFast(vocab=words)
-
-
-def test_trl_s_trainer(tmp_path):
-    trl = pytest.importorskip("trl", reason="trl is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    set_seed(0)
-    shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=2, eos_token_id=3))
-    words = tokenizer(tmp_path)
-    words.eos_token = "[SEP]"
-    data = datasets.Dataset.from_dict({"text": ["1 2 3 4 5 6 7", "7 6 5 4 3 2"] * 32})
-    callback = EgeriaCallback(FREEZE)
-    watch = Watch(callback)
-    trained = trl.SFTTrainer(
-        model=model,
-        args=arguments(tmp_path / "out", trl.SFTConfig, max_length=16, bf16=False),
-        train_dataset=data,
-        processing_class=words,
-        callbacks=[callback, watch],
-    )
-    trained.train()
-    assert watch.frozen[16] == 2
-    assert_clean(tmp_path / "out" / "egeria")
-    assert trained.state.log_history[-2]["egeria/frozen"] == 2
 
 
 def train_in_ranks(folder, config, changes):

@@ -77,14 +77,6 @@ def test_a_journal_gives_its_events_in_order_and_by_kind(tmp_path):
     assert journal.num_damaged == 0
 
 
-def test_an_event_can_be_read_as_soon_as_it_is_written(tmp_path):
-    recorder = Recorder(tmp_path)
-    for count in (1, 2, 3):
-        recorder.write(logged(count=count))
-        assert len(read_journal(tmp_path)) == count
-    recorder.close()
-
-
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_torn_last_line_costs_one_event_and_the_next_writer_starts_afresh(kept, tmp_path):
     write(tmp_path, logged(a=1.0), logged(a=2.0))

@@ -143,22 +143,3 @@ def test_another_host_goes_on_behind_what_the_store_has(tmp_path, monkeypatch):
     assert [event.step for event in journal.of(IntervalMeasured)] == list(range(2, 61, 2))
     summary = Summary.from_events(journal)
     assert (summary.num_resumed, summary.first_step) == (1, 0)
-
-
-def test_a_host_that_comes_back_takes_over_what_another_wrote_meanwhile(tmp_path, monkeypatch):
-    first = Training().go(20)
-    state = first.run.state_dict()
-    del first
-    with monkeypatch.context() as elsewhere:
-        another_host(tmp_path, elsewhere)
-        second = Training()
-        second.run.load_state_dict(state)
-        state = second.go(20).run.state_dict()
-        del second
-    third = Training()
-    third.run.load_state_dict(state)
-    third.go(20).run.close()
-    assert stored() == third.local()
-    journal = egeria.read_journal(URL)
-    steps = [event.step for event in journal.of(IntervalMeasured)]
-    assert steps == list(range(2, 61, 2)) and Summary.from_events(journal).num_resumed == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,25 +180,6 @@ def test_the_frozen_prefix_only_grows_between_thaws_and_never_holds_the_last_mod
         assert before <= run.frozen <= modules - 1
         assert window >= run.status.window >= 2
         assert not (was_bootstrapping and run.frozen)
-
-
-@given(histories(), st.integers(1, 79))
-@settings(max_examples=50, deadline=None)
-def test_a_restored_policy_decides_like_one_that_never_stopped(history, cut):
-    whole, parts = Asked(window=2), Asked(window=2)
-    for evaluation, (loss, rate, value) in enumerate(history, start=1):
-        if evaluation == cut:
-            state = json.loads(json.dumps(parts.policy.state_dict()))
-            parts.policy = Asked(window=2).policy
-            parts.policy.load_state_dict(state)
-            assert (parts.wanted, parts.status.stage) == (whole.wanted, whole.status.stage)
-        for run in (whole, parts):
-            run.end(loss, rate)
-            if run.wanted is not None:
-                run.read(value)
-        assert whole.status == parts.status and whole.policy.wants == parts.policy.wants
-    assert whole.decided == parts.decided
-    assert whole.policy.state_dict() == parts.policy.state_dict()
 
 
 def moment(rate, before=0.1, previous=None, frozen=1, step=500, total_steps=1000):

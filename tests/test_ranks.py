@@ -325,21 +325,6 @@ def test_what_cannot_be_followed_trains_on_unfrozen(how):
     assert DECLINED[how] in first[2] and second[2] == "", "the first rank tells"
 
 
-def joins_later():
-    training = Training("given")
-    depths, _ = training.train(0, 14)
-    with training.called.join():
-        depths += training.train(14, 18 + _rank())[0]
-    return training.answer(depths[:18])
-
-
-def test_what_is_frozen_stays_when_ranks_with_unequally_many_batches_join():
-    (depths, weights, told, *_), (others_depths, others, *_) = run_ranks(joins_later)
-    assert depths == others_depths and depths[12:] == [3] * 6
-    assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
-    assert "`join()`" in told
-
-
 # --- fully_shard ----------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
-from egeria.events import FaultCaught, ModuleFrozen, Resumed, RunStarted
+from egeria.events import FaultCaught, Resumed, RunStarted
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -102,6 +102,7 @@ def test_what_the_pages_show_runs(code, tmp_path, monkeypatch):
         assert "advice" in names or "trainer" in names
 
 
+@pytest.mark.bench
 def test_interleaved_rounds_take_turns_and_ratios_are_per_round():
     called = []
     result = compare(lambda: called.append("a"), lambda: called.append("b"), rounds=4, warmup=2)
@@ -111,6 +112,7 @@ def test_interleaved_rounds_take_turns_and_ratios_are_per_round():
     assert noisy.cpu_ratio() == 0.5 and noisy.wall_ratio() == 0.25
 
 
+@pytest.mark.bench
 def test_the_overhead_benchmark_evaluates_once_an_interval(monkeypatch):
     for name in ("expect", "review"):  # so small a model leaves no budget for evaluations
         monkeypatch.setattr(f"egeria.session.budget.Budget.{name}", lambda *_: None)
@@ -210,19 +212,3 @@ def test_the_cluster_example_runs_under_python_and_torchrun_and_goes_on_in_eithe
     later = start_job((), "--epochs", 3, *checkpoint, "--directory", tmp_path / "one")
     assert [line.split()[1] for line in later[:-1]] == ["3"]
     assert egeria.read_journal(tmp_path / "one").of(Resumed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", [("--epochs", 4, "--freeze", "0.3:2 0.6:4"), ("--epochs", 5)])
-def test_one_process_and_two_come_to_the_same_losses_and_freeze_at_the_same_steps(how, tmp_path):
-    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    arguments = (*how, "--directory")
-    one, two = (start_job(launcher, *arguments, tmp_path / name) for launcher, name in (((), "one"), (torchrun, "two")))
-    assert one == two and len(one) == how[1] + 1
-    frozen = [
-        [(event.step, event.module) for event in egeria.read_journal(tmp_path / name).of(ModuleFrozen)]
-        for name in ("one", "two")
-    ]
-    assert frozen[0] == frozen[1] and len(frozen[0]) >= 3

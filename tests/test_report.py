@@ -410,22 +410,6 @@ def test_thousands_of_readings_make_a_small_page(tmp_path):
     assert ">1000<" in made.path.read_text(encoding="utf-8")
 
 
-def test_a_report_is_titled_by_what_was_trained_on_what(tmp_path):
-    torch = pytest.importorskip("torch")
-    from egeria import attach  # noqa: PLC0415
-
-    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    data = torch.utils.data.TensorDataset(torch.ones(12, 4))
-    loader = torch.utils.data.DataLoader(data, batch_size=4)
-    attach(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loader, total_steps=3, directory=tmp_path / "run1"
-    ).close()
-    found = report(tmp_path / "run1")
-    assert found.summary.title == "Sequential on TensorDataset"
-    assert str(found).startswith("egeria report: Sequential on TensorDataset, run1\n")
-    assert "<h1>Sequential on TensorDataset</h1>" in found.path.read_text(encoding="utf-8")
-
-
 def used(step, generation, hits, misses):
     return events.CacheUsed(
         step=step, boundary="stem", generation=generation, hits=hits, misses=misses, repeats=hits, batches=1,

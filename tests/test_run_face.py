@@ -17,7 +17,7 @@ import egeria
 from egeria import ConfigError, EgeriaWarning, read_journal
 from egeria.events import Event, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, outside
-from menagerie import SPECIMENS, Specimen
+from menagerie import SPECIMENS
 from ranks import run_ranks
 from scripted import ScriptedController
 
@@ -177,30 +177,6 @@ def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
     assert text.endswith(" saved>") and "not known" not in text
     loop.run.close()
     assert "closed at step 20 of 40" in repr(loop.run) and f"{frozen} of" in repr(loop.run)
-
-
-class Hostile(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.add_module("<script>alert(1)<", nn.Linear(4, 4))
-        self.add_module("middle", nn.Linear(4, 4))
-        self.add_module("last", nn.Linear(4, 4))
-
-    def forward(self, x):
-        for part in self.children():
-            x = part(x)
-        return x
-
-
-def test_the_html_of_a_run_escapes_names(tmp_path):
-    specimen = Specimen(
-        case="names that are markup", build=Hostile, example=lambda random: ((torch.rand(4, 4, generator=random),), {})
-    )
-    loop = frozen_loop(tmp_path, specimen=specimen)
-    assert loop.run.modules[0].name.startswith("<script>")
-    text = loop.run._repr_html_()
-    assert "&lt;script&gt;alert(1)&lt;" in text and "<script" not in text
-    assert "knowledge-guided" in text and "<table" in text
 
 
 # --- notices -----------------------------------------------------------------------------------

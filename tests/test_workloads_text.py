@@ -20,7 +20,7 @@ from benchmarks.workloads.text.minilm import find_weights, load_tokenizer
 from benchmarks.workloads.text.pairs import make_pairs
 from benchmarks.workloads.text.recipes import CHARACTERS
 from benchmarks.workloads.text.sampling import hold_out, sample
-from benchmarks.workloads.text.tags import TAGS, case_of, read_cased, tag_rows
+from benchmarks.workloads.text.tags import TAGS, tag_rows
 from benchmarks.workloads.text.topics import split_by_paragraph
 from benchmarks.workloads.workload import MissingDataError, Setting
 
@@ -129,18 +129,6 @@ def test_the_first_piece_of_a_word_has_its_tag_and_no_other(weights):
     assert all(not piece.startswith(("##", "[")) for piece, _ in labelled)
     assert len(pieces) > 5  # a word in several pieces
     assert (batch["label"][1] != IGNORED).sum() == 1  # nor has padding a label
-
-
-def test_the_case_of_a_word_goes_by_its_letters(tmp_path):
-    words = {"the": "lower", "He": "Title", "I": "Title", "EU": "UPPER", "R&D": "UPPER", "U.S.": "UPPER",
-             "iPhone": "miXed", "McDonald": "miXed", "Anglo-Saxon": "miXed", "3rd": "lower", "2012": "none",
-             "...": "none"}  # fmt: skip
-    assert {word: case_of(word) for word in words} == words
-    folder = tmp_path / "wmt_ende_slice"
-    folder.mkdir()
-    with lzma.open(folder / "val.tsv.xz", "wt", encoding="utf8") as file:
-        file.write("It &apos;s  NATO .\tEs ist die NATO .\n")
-    assert read_cased(tmp_path, "dev") == [[("It", "Title"), ("'s", "lower"), ("NATO", "UPPER"), (".", "none")]]
 
 
 def test_pairs_are_of_one_article_and_half_of_them_answered():

@@ -14,8 +14,6 @@ import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50
 from benchmarks.models.segmentation import deeplabv3
 from benchmarks.workloads.vision import WORKLOADS, efficient
-from benchmarks.workloads.vision.camvid import read_camvid
-from benchmarks.workloads.vision.cifar10 import read_cifar10
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
 from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, Pictures, Source
 from benchmarks.workloads.vision.recipe import Recipe, step_schedule
@@ -145,17 +143,6 @@ def test_a_setting_fixes_the_run_and_the_seed_changes_it():
     assert losses(build(TASK, step_schedule, setting(None, seed=1)), 6) != first
 
 
-def test_order_and_crops_do_not_depend_on_what_else_draws_random_numbers():
-    def batches(disturbed):
-        training = build(TASK, step_schedule, setting(None))
-        torch.rand(disturbed)
-        return [images for _ in range(2) for images, _ in training.loader]
-
-    calm, disturbed = batches(0), batches(1)
-    assert all(torch.equal(*pair) for pair in zip(calm, disturbed, strict=True))
-    assert not torch.equal(calm[0], calm[6])
-
-
 def test_crops_are_windows_of_the_padded_picture_and_targets_move_along():
     numbers = torch.arange(1, 1 + 200 * 48).reshape(200, 6, 8)
     images = torch.stack([numbers % 251 + 1, numbers // 251, numbers * 0], dim=3).to(torch.uint8)
@@ -199,30 +186,6 @@ def test_pixels_that_are_void_give_no_loss():
         assert training.evaluate(training.model) == {"miou": 100.0, "accuracy": 100.0}
 
 
-def test_sheets_are_cut_into_their_tiles(tmp_path):
-    (tmp_path / "cifar10").mkdir()
-    numbers = np.arange(10_000).reshape(100, 100)
-    labels = {}
-    for sheet in ("data_batch_1", "test_batch"):
-        tiles = np.stack([numbers // 100, numbers % 100, numbers * 0], axis=2).astype(np.uint8)
-        pixels = tiles.repeat(32, axis=0).repeat(32, axis=1)
-        pixels[::32, ::32, 2] = 7
-        Image.fromarray(pixels).save(tmp_path / "cifar10" / f"{sheet}.webp", lossless=True, quality=0, method=0)
-        labels[sheet] = (numbers % 10).reshape(-1).astype(np.uint8)
-    np.savez(tmp_path / "cifar10" / "labels.npz", **labels)
-    source = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(32, 32)))
-    assert len(source.train.images) == 9_000 and len(source.held_out.targets) == 300
-    for index in (0, 1, 100, 8_999):
-        image = source.train.images[index]
-        assert image[..., 0].eq(index // 100).all() and image[..., 1].eq(index % 100).all()
-        assert image[..., 2].nonzero().tolist() == [[0, 0]]
-        assert source.train.targets[index] == index % 10
-    halved = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(16, 16)))
-    # Four pixels make one, and none of them is a neighbour's.
-    assert torch.equal(halved.train.images[..., :2], source.train.images[:, ::2, ::2, :2])
-    assert halved.train.images[8_999, ..., 2].nonzero().tolist() == [[0, 0]]
-
-
 def picture(value, mode="RGB", form="PNG", size=(8, 8)):
     stream = io.BytesIO()
     Image.new(mode, size, value).save(stream, form)
@@ -256,23 +219,6 @@ def test_held_out_pictures_are_not_trained_on_and_classes_are_balanced(tmp_path)
     assert torch.equal(with_judge.judged.images, source.held_out.images)
     assert len(with_judge.held_out.images) == 20
     assert all(image in judged for image in with_judge.held_out.images[:, 0, 0].tolist())
-
-
-def test_frames_are_spread_and_masks_keep_their_classes(tmp_path):
-    (tmp_path / "camvid").mkdir()
-    for split in ("train", "val", "test"):
-        with ZipFile(tmp_path / "camvid" / f"{split}.zip", "w") as archive:
-            for number in range(12):
-                archive.writestr(f"ann/f{number:02}.png", picture(number, "L"))
-                archive.writestr(f"img/f{number:02}.webp", picture((number, len(split), 0)))
-    source = read_camvid(tmp_path, replace(TINY, num_train=6, num_held_out=12, size=(4, 6)))
-    assert source.train.images.shape == (6, 4, 6, 3) and source.train.targets.shape == (6, 4, 6)
-    assert source.train.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8, 10]
-    assert source.held_out.targets.amin(dim=(1, 2)).tolist() == [*range(11), VOID]
-    assert source.held_out.images[0, 0, 0, 1] == len("test") and source.judged is None
-    judged = read_camvid(tmp_path, replace(TINY, num_train=6, num_held_out=6, num_judged=12, size=(4, 6)))
-    assert judged.held_out.images[0, 0, 0, 1] == len("val")
-    assert torch.equal(judged.judged.images, source.held_out.images)
 
 
 def count(model: nn.Module) -> int:

@@ -23,7 +23,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, C, H, W]."""
         inner = functional.relu(self.norm1(self.conv1(x)))
         return functional.relu(x + self.dropout(self.norm2(self.conv2(inner))))
 
@@ -38,7 +37,6 @@ class Net(nn.Module):
         self.head = nn.Linear(channels, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
@@ -60,7 +58,6 @@ class OpenBlock(Block):
         self.norm2 = nn.Identity()
 
     def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, C, H, W]."""
         return x + self.conv2(functional.relu(self.norm1(self.conv1(x))))
 
 
@@ -71,7 +68,6 @@ class InPlace(Net):
         super().__init__(*(OpenBlock() for _ in range(3)))
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         x = self.stem(x)
         for block in self.blocks:
             x = functional.relu_(block(x))
@@ -90,7 +86,6 @@ class SkipConnected(nn.Module):
         self.head = nn.Conv2d(12, 2, 1)
 
     def forward(self, x: Tensor) -> Any:
-        """Return a map [B, 2, H, W]."""
         first = self.encoder1(self.stem(x))
         second = self.encoder2(functional.max_pool2d(first, 2))
         deep = functional.interpolate(self.bottom(functional.max_pool2d(second, 2)), scale_factor=2)
@@ -106,7 +101,6 @@ class TwoHeads(Net):
         self.auxiliary = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3] by name."""
         middle = self.blocks[:2](self.stem(x))
         return {"out": self.head(self.blocks[2](middle).mean((2, 3))), "aux": self.auxiliary(middle.mean((2, 3)))}
 
@@ -115,7 +109,6 @@ class StochasticDepth(Net):
     """Skips blocks at random while training."""
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         x = self.stem(x)
         for block in self.blocks:
             if not (self.training and torch.rand(()) < 0.3):
@@ -132,7 +125,6 @@ class NormsKeptInInference(Net):
     """Overrides `train` to keep every normalisation in inference mode, as fine-tuning recipes do."""
 
     def train(self, mode: bool = True) -> NormsKeptInInference:
-        """Leave normalisation alone."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):

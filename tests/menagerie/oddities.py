@@ -22,7 +22,6 @@ class Part(nn.Module):
         self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, D]."""
         return x + self.outer(torch.relu(self.inner(x)))
 
 
@@ -41,7 +40,6 @@ class Backwards(nn.Module):
         self.head, self.third, self.second, self.first = nn.Linear(8, 3), Part(), Part(), Part()
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         return self.head(self.third(self.second(self.first(x))))
 
 
@@ -54,7 +52,6 @@ class Parts(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         for part in self.parts:
             x = part(x)
         return self.head(x)
@@ -77,7 +74,6 @@ class Replacing(Parts):
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         self.scale = self.scale * 0.99
         return super().forward(x * self.scale)
 
@@ -86,7 +82,6 @@ class OverwritingItsInput(Parts):
     """Changes the tensor it is given."""
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         return super().forward(x.mul_(0.5).add_(1))
 
 
@@ -98,7 +93,6 @@ class PartsByName(Parts):
         self.parts = nn.ModuleDict({name: Part() for name in "abcd"})  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         for part in self.parts.values():  # type: ignore[operator]
             x = part(x)
         return self.head(x)
@@ -119,7 +113,6 @@ class Wrapped(nn.Module):
         self.parts = nn.ModuleList([WrappedPart() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Any:
-        """Return a parcel [B, D]."""
         parcel = Parcel(x)
         for part in self.parts:
             parcel = part(parcel)
@@ -130,7 +123,6 @@ class WrappedPart(Part):
     """Opens a parcel and packs another."""
 
     def forward(self, x: Any) -> Any:
-        """Keep the shape [B, D]."""
         return Parcel(super().forward(x.content))
 
 
@@ -138,7 +130,6 @@ class Remembering(Parts):
     """Keeps its last output, a computed tensor."""
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         self.last = super().forward(x)
         return self.last
 
@@ -154,7 +145,6 @@ class KeepingAll(Parts):
         self.register_buffer("average", torch.zeros(8), persistent=False)
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]; each pass is another."""
         self.key.weight.data = 0.9 * self.key.weight.data + 0.1 * self.encoder.weight.data
         self.queue.mul_(0.9).add_(0.1 * x.detach().mean(dim=0))
         self.average.mul_(0.9).add_(x.detach().mean(dim=0))
@@ -170,7 +160,6 @@ class BreakingInInference(Parts):
     """Cannot be run in evaluation mode."""
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         x = x + torch.rand(x.shape)
         if not self.training:
             raise RuntimeError("broken on purpose")
