@@ -13,10 +13,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cuts import cut, numbered, on_meta
 from egeria.errors import UnsupportedModelError
 from egeria.model.cut import make_modules
 from egeria.model.group import group_atoms, split_evenly
+
+
+def cut(model, **options):
+    """The submodules of each layer module, by its name, before a pass; each parameter is in exactly one of them."""
+    modules = make_modules(model, **options)
+    parameters = [name for module in modules for name in module.parameters]
+    assert sorted(parameters) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert sum(module.num_parameters for module in modules) == sum(p.numel() for p in model.parameters())
+    assert sum(module.share for module in modules) == pytest.approx(1)
+    assert all(module.tap in module.submodules and module.reason.endswith(".") for module in modules)
+    return {module.name: list(module.submodules) for module in modules}
+
+
+def numbered(prefix, start, stop):
+    return [f"{prefix}.{i}" for i in range(start, stop)]
+
+
+def on_meta(build, *arguments, **options):
+    with torch.device("meta"):
+        return build(*arguments, **options)
 
 
 def blocks_of(model):
@@ -110,6 +129,45 @@ def test_torch_transformer_has_encoder_before_decoder():
         "decoder.layers.4": ["decoder.layers.4"],
         "decoder.layers.5": ["decoder.layers.5", "decoder.norm"],
     }
+
+
+# --- models of Hugging Face ---
+
+TWELVE = {"0-{}.2": (0, 3), "3-{}.5": (3, 6), "6-{}.7": (6, 8), "8-{}.9": (8, 10), "10": (10, 11), "11": (11, 12)}
+"""Twelve equal layers without a vocabulary: 3 + 3 + 2 + 2 + 1 and the last one."""
+HUGGING_FACE = {
+    "Bert": ("bert.encoder.layer", ["bert.embeddings"], ["bert.pooler", "dropout", "classifier"]),
+    "ViT": ("vit.layers", ["vit.embeddings"], ["vit.layernorm", "classifier"]),
+    "GPT2": (
+        "transformer.h",
+        [f"transformer.{name}" for name in ("wte", "wpe", "drop")],
+        ["transformer.ln_f", "lm_head"],
+    ),
+}
+HEADS = {"Bert": "ForSequenceClassification", "ViT": "ForImageClassification", "GPT2": "LMHeadModel"}
+
+
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_bert_gpt2_and_vit_have_six_layer_modules_whatever_their_vocabulary(kind):
+    transformers = pytest.importorskip("transformers")
+    layers, stem, head = HUGGING_FACE[kind]
+    parts = {f"{layers}.{name.format(layers)}": numbered(layers, *bounds) for name, bounds in TWELVE.items()}
+    parts[f"{layers}.0-{layers}.2"][:0], parts[f"{layers}.11"][len(layers) :] = stem, head
+    for vocabulary in (100, 250_000):
+        config = getattr(transformers, f"{kind}Config")(**({} if kind == "ViT" else {"vocab_size": vocabulary}))
+        assert cut(on_meta(getattr(transformers, kind + HEADS[kind]), config)) == parts
+
+
+@pytest.mark.parametrize("kind", ["Bart", "T5"])
+def test_encoders_come_before_decoders(kind):
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")
+    modules = cut(on_meta(model, getattr(transformers, f"{kind}Config")(decoder_start_token_id=0)))
+    layers = ("encoder.block", "decoder.block") if kind == "T5" else ("model.encoder.layers", "model.decoder.layers")
+    blocks = [name for names in modules.values() for name in names if name.startswith(layers)]
+    count = len(blocks) // 2
+    assert count >= 6 and blocks == [name for layer in layers for name in numbered(layer, 0, count)]
+    assert list(modules.values())[-1][-1] == "lm_head"
 
 
 # --- tables, and the caller's own cut ---

@@ -186,6 +186,7 @@ WAYS = {
     "a refresh": {"controller": ScriptedController(refreshing=failing)},
     "a policy": {"policy": failing},
     "a freeze": {},
+    "a hook": {},
 }
 
 
@@ -194,14 +195,16 @@ def test_a_fault_never_reaches_the_loop_and_nothing_stays_frozen(way, tmp_path, 
     plain, loop = Loop(PARTS), scripted_loop(tmp_path, total_steps=40, **WAYS[way])
     if way == "a freeze":
         monkeypatch.setattr(Freezer, "_set_modes", failing)
+    elif way == "a hook":
+        monkeypatch.setattr("egeria.tree.contents", failing)
     plain.step(30)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as in test runs of a user: they stop no step either
         loop.step(30)
     assert differences(plain.everything(), loop.everything()) == [] and loop.run.frozen == 0
     journal = read_journal(tmp_path)
-    assert "injected" in journal.of(FaultCaught)[0].error
     told = journal.of(Declined)
+    assert "injected" in (journal.of(FaultCaught)[0].error if way != "a hook" else told[0].reason)
     assert len(told) == 1 and "freezing" in told[0].what + told[0].reason
     assert {**outside(loop.model), "attributes": None} == {**outside(plain.model), "attributes": None}
 
