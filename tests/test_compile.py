@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from functools import partial
 
 import pytest
@@ -11,8 +11,8 @@ from torch import nn
 
 import egeria
 from egeria.events import Declined
-from egeria.model import compile as compiling
 from egeria.model.compile import Compilation, is_compiled
+from test_interrupts import Interrupter
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")]
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
@@ -158,32 +158,6 @@ def test_the_users_own_stance_returns():
 # --- limits, interrupts --------------------------------------------------------------------------
 
 
-def interrupted(action, at):
-    """Run an action up to its n-th line in the file; return whether it had that many."""
-    count = 0
-
-    def trace(frame, event, _arg):
-        nonlocal count
-        if frame.f_code.co_filename != compiling.__file__:
-            return None
-        if event == "line":
-            count += 1
-            if count == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return count >= at
-
-
 @pytest.mark.parametrize("which", ["wait", "begin", "close"])
 def test_an_interrupt_at_any_line_leaves_torch_as_it_was(which):
     before, at = settings(), 1
@@ -193,11 +167,11 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(which):
             compilation.wait()
         if which == "close":
             compilation.begin(3)
-        action = compilation.wait if which == "wait" else partial(compilation.begin, 3)
-        is_inside = interrupted(compilation.close if which == "close" else action, at)
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(at) as tracer:
+            {"wait": compilation.wait, "begin": partial(compilation.begin, 3), "close": compilation.close}[which]()
         compilation.close()
         assert settings() == before, at
-        if not is_inside:
+        if tracer.count < at:
             break
         at += 1
     assert at > 3

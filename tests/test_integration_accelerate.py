@@ -140,20 +140,6 @@ def test_the_loss_of_a_step_is_the_mean_of_its_batches():
     assert measured == pytest.approx([sum(first) / 3, sum(second) / 2])
 
 
-def test_a_closed_run_is_saved_as_it_was_before_and_its_place_is_for_the_next(tmp_path):
-    loop = Loop({"config": FREEZE, "directory": tmp_path / "first"}).epochs(2)
-    loop.accelerator.save_state(tmp_path / "best")
-    best = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
-    loop.epochs(begin=2).run.close()
-    loop.accelerator.save_state(tmp_path / "end")
-    loop.accelerator.load_state(tmp_path / "best")  # for a test, which a closed run is not in the way of
-    assert differences(best, dict(loop.net.state_dict())) == []
-    given = {"total_steps": loop.steps, "config": FREEZE, "directory": tmp_path / "second"}
-    with attach(loop.accelerator, loop.model, loop.optimizer, loop.loader, loop.schedule, **given) as run:
-        loop.accelerator.load_state(tmp_path / "end")
-        assert (run.summary().step, run.frozen) == (20, 2)
-
-
 class Tracked(GeneralTracker):
     """Remembers what is logged."""
 

@@ -23,7 +23,6 @@ from egeria.events import (  # noqa: E402
     CacheUsed,
     Declined,
     ModuleFrozen,
-    Resumed,
     RunClosed,
     RunStarted,
 )
@@ -158,30 +157,6 @@ def test_a_checkpoint_of_a_training_without_egeria_is_gone_on_from(tmp_path):
     fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run"), ckpt_path=stopped.path)
     assert read_journal(tmp_path / "run").of(RunStarted)[0].total_steps == 10
     assert freezes(tmp_path / "run") == [(3, 1), (6, 2)]
-
-
-class Tries(pl_callbacks.LearningRateFinder):
-    """Tries rates within the training, as Lightning's page about it has it."""
-
-    def on_fit_start(self, trainer, pl_module):
-        pass
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 2:
-            self.lr_find(trainer, pl_module)
-
-
-def test_rates_that_are_tried_within_the_training_leave_no_trace(tmp_path):
-    class Rated(Classifier):
-        lr = 0.1
-
-    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "run")
-    finder = Tries(num_training_steps=7)
-    trainer = fit(callback, finder, model=Rated, default_root_dir=tmp_path)
-    assert finder.optimal_lr is not None
-    assert callback.run.summary().step == trainer.global_step == 20
-    assert freezes(tmp_path / "run") == [(6, 1), (12, 2)]
-    assert [(event.step, event.frozen) for event in read_journal(tmp_path / "run").of(Resumed)] == [(10, 1)]
 
 
 class Parts(Classifier):

@@ -11,7 +11,7 @@ from torch import nn
 
 import egeria
 from egeria import Config, ConfigError, StateError, read_journal
-from egeria.config.checks import read_plan, resolve
+from egeria.config.checks import resolve
 from egeria.events import Declined, FaultCaught, ModuleFrozen, PlanMade, Thawed
 from egeria.policy import Interval, Plan, draw_up, find_maker, find_plan, find_rule
 from egeria.policy.plan import even_moves
@@ -33,14 +33,6 @@ TEXTS = {
     " .5:1\n0.75:0  ": [(0.5, 1, False), (0.75, 0, False)],
     "0:2 step 500:12": [(0.0, 2, False), (500.0, 12, True)],
 }
-
-
-def test_a_text_is_read_and_written_again():
-    for text, moves in TEXTS.items():
-        assert [tuple(move) for move in read_plan(text)] == moves
-        again = " ".join(map(str, read_plan(text)))
-        assert read_plan(again) == read_plan(text)
-        assert Config.from_dict({"policy": {"plan": text}}).policy.plan == text
 
 
 def test_another_text_is_refused_with_what_was_found_and_the_next_step():
@@ -170,10 +162,6 @@ def test_a_move_is_made_at_the_first_whole_step_not_before_it():
     assert decided(make(plan="0.504:1 0.508:2")) == {51: 2}, "two moves within one step"
 
 
-def test_a_plan_may_begin_frozen():
-    assert decided(make(plan="0:20 0.25:0 0.6:2")) == {0: 3, 25: 0, 60: 2}
-
-
 def test_a_loss_that_explodes_thaws_until_the_next_move():
     for losses, said in [
         ([1.0, 2.5], "rose from 1 to 2.5 within an interval"),
@@ -215,11 +203,6 @@ def test_linear_is_the_even_plan_from_its_start():
     assert decided(make("linear", 11, 20))[11] == 1, "0.5 + 0.5 / 10 is a little more than 0.55"
     assert decided(make("linear", 5)) == {63: 1, 75: 2, 88: 3}
     assert decided(make("linear", 5, start=0.0)) == {25: 1, 50: 2, 75: 3}
-
-
-def test_by_default_a_pretrained_model_has_the_even_plan_and_another_one_none():
-    assert decided(make(pretrained=True)) == {67: 1, 84: 2}
-    assert decided(make(pretrained=False)) == decided(make()) == decided(make("none")) == {}
 
 
 def test_a_policy_that_follows_no_plan_takes_none():

@@ -14,7 +14,6 @@ import pytest
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running import runfile
-from benchmarks.proving.running.runs import sort_out
 from tests.pieces import COMMON, ROOT, bench
 
 EAGER = (
@@ -128,20 +127,6 @@ def test_another_recipe_is_refused_by_what_changed(copy, monkeypatch, capsys):
     assert "0.01" in said
     assert "--again" in said
     assert not list(copy.rglob("seed1"))
-
-
-def test_other_settings_under_the_same_name_are_refused(copy, tmp_path, capsys):
-    wanted = runfile.load(run_directory(copy, "none"))
-    (tmp_path / "mine.toml").write_text("[plasticity]\nwindow = 4\n")
-    mine = copy / "toy" / "smoke" / "mine" / "seed0"
-    shutil.copytree(run_directory(copy, "none"), mine)
-    record = json.loads((mine / "run.json").read_text())
-    record["policy"] = {"text": "mine", "name": "default", "settings": {"plasticity": {"window": 9}}}
-    (mine / "run.json").write_text(json.dumps(record))
-    arguments = ["--policy", str(tmp_path / "mine.toml"), "--seeds", "0", *COMMON, "--results", copy]
-    assert bench("run", "toy", *arguments) == 2
-    assert "'window': 9" in capsys.readouterr().err
-    assert sort_out([wanted], copy, {}) == []
 
 
 def test_a_run_that_fails_says_why_and_is_not_a_result(tmp_path, capsys):

@@ -14,12 +14,7 @@ from benchmarks.proving.running.course import Course
 from benchmarks.proving.running.recipe import describe
 from benchmarks.proving.running.training import train
 from benchmarks.rivals import shorten
-from benchmarks.rivals.layers import Layers
-from examples.resnet import cifar_resnet
 from tests.pieces import CPU, new_training, wanted_run
-from torch import nn
-
-import egeria
 
 pytestmark = pytest.mark.bench
 
@@ -107,22 +102,6 @@ def test_half_fine_tuning_trains_another_half_in_each_epoch(tmp_path):
     assert len(set(map(tuple, resting))) > 1
     assert [[not rests for rests in found] + [True] for found in resting] == changed
     assert all(parameter.requires_grad for parameter in training.model.parameters())
-
-
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_what_rests_are_the_layer_modules_that_egeria_would_freeze(is_trained, tmp_path):
-    """A network that came trained is cut finer, and half of it rests by that cut."""
-    model = cifar_resnet(20)
-    for module in model.modules():
-        if is_trained and isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight)
-    layers = Layers(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with egeria.attach(model, optimizer, directory=tmp_path) as run:
-        model(torch.randn(2, 3, 32, 32)).sum().backward()
-        optimizer.step()
-        assert [module.name for module in layers.modules] == [module.name for module in run.modules]
-    assert len(layers.modules) == (6 if is_trained else 5)
 
 
 def course_of_rates(training):

@@ -85,7 +85,10 @@ class Training:
         if attached:
             options = {"plan": PLAN, "total_steps": STEPS, "directory": tempfile.mkdtemp(), **options}
             given = self.called if where == "given" else self.model
-            self.run = self.quietly(egeria.attach, given, self.optimizer, **options)
+            self.logged, self.seen = [], []
+            tracker = (lambda values, step: self.logged.append(step)) if _rank() == 0 else object()  # not looked at
+            self.run = self.quietly(egeria.attach, given, self.optimizer, log_to=tracker, **options)
+            self.run.on_event(self.seen.append)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.run.load_state_dict(saved["run"])
@@ -198,6 +201,9 @@ def as_by_hand(where, kind=None):
         by_hand.called = by_hand.wrap()
     by_hand.train(0, STEPS, depths, modules)
     equal = is_equal(weights, by_hand.inner.state_dict())
+    moves = [event.step for event in attached.seen if event.kind in ("frozen", "thawed")]
+    assert bool(attached.logged) == (_rank() == 0) and attached.run.summary().frozen == depths[-1]
+    assert set(moves) == {0, 6, 10, 16}
     return depths, equal, reduces_what_trains, told, left, hooks
 
 

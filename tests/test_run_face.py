@@ -10,15 +10,13 @@ import warnings
 
 import pytest
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 import egeria
 from egeria import ConfigError, EgeriaWarning, read_journal
 from egeria.events import Event, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, outside
 from menagerie import SPECIMENS
-from ranks import run_ranks
 from scripted import ScriptedController
 
 PARTS = SPECIMENS["PartsByName"]
@@ -265,50 +263,6 @@ def fresh():
 
 
 # --- two processes -----------------------------------------------------------------------------
-
-
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-def show_in_each_rank(_):
-    torch.manual_seed(0)
-    rank, lines, logged, seen = distributed.get_rank(), Lines(), [], []
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    logger = logging.getLogger("egeria")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(lines)
-    attach = {"config": FAST, "controller": ScriptedController(), "directory": "run" if rank == 0 else None}
-    log_to = (lambda values, step: logged.append(step)) if rank == 0 else object()  # not even looked at
-    model = DistributedDataParallel(model)
-    run = egeria.attach(model, optimizer, log_to=log_to, **attach)
-    run.on_event(seen.append)
-    for _ in range(20):
-        loss = model(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        run.step(loss)
-    summary = run.summary()
-    run.close()
-    logger.removeHandler(lines)
-    froze = [event.step for event in seen if isinstance(event, ModuleFrozen)]
-    return summary, froze, len([line for line in lines.lines if " froze " in line]), len(logged)
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(300)
-def test_each_of_two_processes_has_a_summary_and_events_and_the_first_alone_logs():
-    (first, froze, num_lines, num_logged), (second, froze_too, *silent) = run_ranks(show_in_each_rank, None)
-    assert first.frozen == second.frozen > 0 and second.time_saved_s is not None
-    assert first.parameter_share == second.parameter_share and first.modules == second.modules
-    assert froze == froze_too and len(froze) == num_lines > 0 and num_logged > 0
-    assert silent == [0, 0]
 
 
 LATER = {"IPython", "jinja2", "matplotlib", "multiprocessing.pool", "psutil", "rich", "sklearn", "transformers"}

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from zipfile import ZipFile
 
-import numpy as np
 import pytest
 import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50
 from benchmarks.models.segmentation import deeplabv3
-from benchmarks.workloads.vision import WORKLOADS, efficient
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
 from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, Pictures, Source
 from benchmarks.workloads.vision.recipe import Recipe, step_schedule
-from benchmarks.workloads.vision.recipes import EFFICIENT_RECIPES, TRANSFER_RECIPES
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tinyimagenet20 import read_tinyimagenet20
-from benchmarks.workloads.vision.transfer import FILES
-from benchmarks.workloads.workload import MissingDataError, Setting
+from benchmarks.workloads.workload import Setting
 from examples.resnet import cifar_resnet
 from PIL import Image
 from torch import nn
 
 pytestmark = pytest.mark.bench
 
-BY_NAME = {workload.name: workload for workload in WORKLOADS}
 TINY = Recipe(
     num_train=24,
     num_held_out=8,
@@ -98,43 +91,6 @@ def test_mean_iou_by_hand():
     assert accuracy(counts) == pytest.approx(100 * 4 / 6)
     # A class that is said but not there counts as zero.
     assert mean_iou(confusion(torch.tensor([0, 1]), torch.tensor([0, 0]), 3)) == pytest.approx(25.0)
-
-
-@pytest.mark.parametrize("name", TRANSFER_RECIPES)
-def test_what_is_transferred_begins_with_the_weights_of_cifar10_and_a_new_head(name, data):
-    training, other = (BY_NAME[name].build(setting(data, seed)) for seed in (0, 1))
-    trunk = getattr(training.model, "backbone", training.model)
-    file = FILES[20 if name.startswith("resnet20") else 56]
-    with np.load(data / "weights_cifar10_resnet" / file) as weights:
-        kept = {key: torch.from_numpy(weights[key]) for key in weights.files if not key.startswith("linear")}
-    state = trunk.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in kept.items())
-    last = [(parameters[-1], parameters[-2]) for parameters in ([*t.model.parameters()] for t in (training, other))]
-    assert not torch.equal(last[0][1], last[1][1])
-    training.model.eval()
-    with torch.no_grad():
-        judged = training.judge(training.model)
-    assert 0 <= judged[BY_NAME[name].metric] <= 100
-    first, again = (losses(BY_NAME[name].build(setting(data)), 2) for _ in range(2))
-    assert first == again and first[0] != first[1]
-
-
-@pytest.mark.parametrize("name", EFFICIENT_RECIPES)
-def test_what_comes_from_imagenet_has_its_weights_a_new_head_and_a_judge(name, data):
-    try:
-        training, other = (BY_NAME[name].build(setting(data, seed)) for seed in (0, 1))
-    except MissingDataError as error:
-        pytest.skip(str(error))
-    values = torch.load(Path(find_spec(efficient.PACKAGE).origin).parent / "models" / efficient.FILE, weights_only=True)
-    state = training.model.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in values.items() if not key.startswith("_fc."))
-    assert not torch.equal(state["_fc.weight"], other.model.state_dict()["_fc.weight"])
-    assert isinstance(training.optimizer, torch.optim.SGD) == name.endswith("-sgd")
-    training.model.eval()
-    with torch.no_grad():
-        assert 0 <= training.judge(training.model)["accuracy"] <= 100
-    first, again = (losses(BY_NAME[name].build(setting(data)), 2) for _ in range(2))
-    assert first == again and first[0] != first[1]
 
 
 def test_a_setting_fixes_the_run_and_the_seed_changes_it():
