@@ -73,19 +73,6 @@ class Tasks(nn.Module):
         return self.tasks[task](self.trunk(x))
 
 
-class EarlyExit(Chain):
-    """Some steps have only the loss of an exit behind the second block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.exit = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, leaves_early: bool) -> Tensor:
-        for block in self.blocks[: 2 if leaves_early else None]:
-            x = block(x)
-        return self.exit(x) if leaves_early else self.head(x)
-
-
 class Expert(Block):
     """A block that sends the batch to one of two experts."""
 
@@ -106,7 +93,6 @@ def sort_by_experts(model: Any, number: int) -> Tensor:
 
 LATER = {
     "tasks in turn": Program(build=Tasks, loss=lambda m, n: sort(m, n, ("pos", "ner")[n % 2])),
-    "an exit": Program(build=EarlyExit, loss=lambda m, n: sort(m, n, n % 2 == 1)),
     "experts": Program(build=lambda: Chain(Expert), loss=sort_by_experts),
 }
 
@@ -114,7 +100,7 @@ LATER = {
 @pytest.mark.parametrize("kind", LATER)
 def test_what_runs_later_than_the_first_batch_trains_on(kind, tmp_path):
     ours = check_by_hand(LATER[kind], tmp_path, PLANS[0])
-    late = ("tasks.ner.head.", "exit.", "blocks.0.experts.1.")
+    late = ("tasks.ner.head.", "blocks.0.experts.1.")
     found = [entry for name, entry in ours.model.named_parameters() if name.startswith(late)]
     assert found and all(entry.requires_grad for entry in found)
     ours.run.close()
@@ -393,25 +379,24 @@ class Normalised(Block):
         self.norm = nn.BatchNorm1d(8)
 
 
-@pytest.mark.parametrize("keeps", [[0, 1, 2, 3, 4], [1, 4]])
-def test_modes_of_the_users_outlive_ours(keeps, tmp_path):
+def test_modes_of_the_users_outlive_ours(tmp_path):
     """Norms are set to evaluation behind each call of `train()`, from some step on, and stay so."""
+    expected = [index not in (1, 4) for index in range(5)]
 
     def prepare(model: Any) -> None:
         prepare.number += 1
         model.train()
-        if prepare.number > 5:
-            for index in keeps:
-                model.blocks[index].norm.eval()
+        for index in (1, 4) if prepare.number > 5 else ():
+            model.blocks[index].norm.eval()
 
     prepare.number = 0
     program = Program(build=lambda: Chain(Normalised), loss=sort, prepare=prepare)
     ours = Twin(program).attach(tmp_path, plan="0.2:3 0.8:0").train()
-    assert [block.norm.training for block in ours.model.blocks] == [index not in keeps for index in range(5)]
+    assert [block.norm.training for block in ours.model.blocks] == expected
     prepare.number = 0
     assert differences(ByHand(ours).train().everything(), ours.everything()) == []
     ours.run.close()
-    assert [block.norm.training for block in ours.model.blocks] == [index not in keeps for index in range(5)]
+    assert [block.norm.training for block in ours.model.blocks] == expected
 
 
 def restore(model: nn.Module) -> None:

@@ -107,15 +107,14 @@ def told(directory):
 
 @pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
 @pytest.mark.parametrize("kind", HOW)
-@pytest.mark.parametrize("goes_on", [True, False])
-@pytest.mark.parametrize("places", [12, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_an_interrupt_at_any_line_leaves_nothing_behind(kind, goes_on, places, tmp_path):
-    whole, wrong = train(tmp_path / "whole", kind, None, goes_on)
+@pytest.mark.parametrize("places", [12, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(kind, places, tmp_path):
+    whole, wrong = train(tmp_path / "whole", kind, None, goes_on=True)
     assert wrong == []
     draw, found = random.Random(places), {}
     for place in draw.sample(sorted(whole.places), places):
         at = draw.choice(whole.places[place])
-        tracer, wrong = train(tmp_path / str(at), kind, at, goes_on)
+        tracer, wrong = train(tmp_path / str(at), kind, at, goes_on=draw.random() < 0.5)
         if wrong:
             found[tracer.place] = wrong
     assert found == {}

@@ -16,16 +16,6 @@ def test_commas_part_policies_but_not_their_settings():
     assert [policy.is_plain for policy in found] == [True, False, False, False]
 
 
-def test_values_are_toml_and_keys_may_name_another_group():
-    policy = parse_policy("egeria:plasticity.window=4,cache.enabled=true,controller.kind=inline,policy.level=1e-1")
-    assert policy.settings == {
-        "plasticity": {"window": 4},
-        "cache": {"enabled": True},
-        "controller": {"kind": "inline"},
-        "policy": {"level": 0.1},
-    }
-
-
 def test_a_plan_is_given_as_one():
     for text in ["plan:plan=0.5:1+0.75:2", "static:plan=0.5:1+0.75:2", "static:schedule=0.5:1+0.75:2"]:
         assert parse_policy(text).attach_arguments() == {"plan": "0.5:1 0.75:2", "config": {}}

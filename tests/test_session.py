@@ -471,21 +471,6 @@ def test_what_the_user_froze_before_and_trains_later_is_never_frozen_by_us(way, 
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
 
 
-def test_modes_that_a_resumed_run_found_in_evaluation_follow_the_loop(tmp_path):
-    first = Loop(SPECIMENS["residual"], {"plan": "0.2:2", "total_steps": 40, "directory": tmp_path / "first"})
-    first.step(20)
-    checkpoint = first.save()
-    second = Loop(SPECIMENS["residual"], {"plan": "0.2:2", "total_steps": 40, "directory": tmp_path / "second"})
-    second.model.eval()
-    second.load(checkpoint)
-    assert second.run.frozen == 2
-    second.model.train()
-    front = [second.model.get_submodule(name) for name in second.run.modules[0].submodules]
-    assert not any(part.training for root in front for part in root.modules())
-    second.run.close()
-    assert all(module.training for module in second.model.modules())
-
-
 def test_a_model_is_exported_while_layers_are_frozen(tmp_path):
     loop = Loop(PARTS, {**PLAN, "directory": tmp_path})
     loop.step(12)

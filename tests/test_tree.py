@@ -93,14 +93,6 @@ def test_a_tree_that_cannot_be_cut_safely_stays_whole():
         assert tree.take_rows(value, 4) is value
 
 
-class Elements(set):
-    """Has attributes beside its elements."""
-
-    def __init__(self):
-        super().__init__([1])
-        self.name = "elements"
-
-
 def test_what_cannot_be_looked_into_is_named():
     for value in [
         np.ones(2),
@@ -110,7 +102,6 @@ def test_what_cannot_be_looked_into_is_named():
         object(),
         torch.Generator(),
         iter([1]),
-        Elements(),
         slice(np.ones(2)),
     ]:
         found = tree.unreadable({"a": [1, SimpleNamespace(b=value)]}, "kwargs")

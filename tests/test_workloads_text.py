@@ -1,6 +1,5 @@
 """The text workloads: batches, schedules, data that are missing, and a run of each that repeats."""
 
-import json
 import lzma
 import math
 
@@ -15,7 +14,7 @@ from benchmarks.workloads.text import WORKLOADS, news
 from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
 from benchmarks.workloads.text.characters import VOCABULARY, Gpt, Windows
 from benchmarks.workloads.text.classification import IGNORED
-from benchmarks.workloads.text.corpora import Question, read_pairs, read_questions, read_sentiments, read_tagged
+from benchmarks.workloads.text.corpora import Question, read_pairs, read_sentiments
 from benchmarks.workloads.text.minilm import find_weights, load_tokenizer
 from benchmarks.workloads.text.pairs import make_pairs
 from benchmarks.workloads.text.recipes import CHARACTERS
@@ -87,17 +86,6 @@ class TestReading:
         assert read_pairs(tmp_path, "pairs", "val") == [("a dog", "ein Hund"), ("line\u2028separator", "bleibt")]
         assert read_pairs(tmp_path, "pairs", "val", limit=1) == [("a dog", "ein Hund")]
         assert read_sentiments(tmp_path, "dev") == [("a fine film ", 1), ("dull", 0)]
-
-    def test_questions(self, tmp_path):
-        entry = {"id": "q", "question": " Who? ", "answers": [{"text": "Bo", "answer_start": 3}]}
-        data = {"data": [{"title": "t", "paragraphs": [{"context": "It Bo", "qas": [entry]}]}]}
-        self.write(tmp_path / "squad" / "dev-v1.1.json.xz", json.dumps(data))
-        expected = Question(identifier="q", question="Who?", context="It Bo", answers=("Bo",), start=3, article="t")
-        assert read_questions(tmp_path, "dev") == [expected]
-
-    def test_tagged_words(self, tmp_path):
-        self.write(tmp_path / "ud_english_ewt" / "dev.tsv.xz", "Dogs\tNOUN\nbark\tVERB\n\nNo\tINTJ\n\n")
-        assert read_tagged(tmp_path, "dev") == [[("Dogs", "NOUN"), ("bark", "VERB")], [("No", "INTJ")]]
 
     def test_a_sample_is_always_the_same_and_keeps_the_order(self):
         assert sample(range(100), 10) == sample(range(100), 10) == sorted(sample(range(100), 10))
