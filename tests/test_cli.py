@@ -119,12 +119,6 @@ def test_modules_without_an_example_says_that_it_took_the_definition(command):
     assert [row[0] for row in table(output)][-2:] == ["head", "stem"]
 
 
-def test_modules_with_an_example_follows_the_execution(command):
-    status, output, _ = command("modules", "cli_models:named_with_example")
-    assert status == 0 and "In execution order." in output
-    assert [row[0] for row in table(output)][-2:] == ["stem", "head"]
-
-
 def test_modules_refuses_what_is_no_model_with_status_2(command):
     for path, said in [
         ("cli_models", "named as package.module:callable, found 'cli_models'"),

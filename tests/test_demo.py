@@ -44,9 +44,3 @@ def test_the_demo_compares_plain_training_with_egeria(few_digits, monkeypatch, c
     assert journal.num_damaged == 0
     assert [event.step for event in journal.of(events.MetricLogged)] == [2, 4, 6, 8]
     assert (tmp_path / "out" / "seed0" / "report.html").is_file()
-
-
-def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(SystemExit, match=r"pip install 'egeria\[demo\]'"):
-        run_demo(monkeypatch, "--seeds", 1)

@@ -250,25 +250,6 @@ def test_without_a_state_that_fits_a_resumed_training_begins_anew_with_a_warning
     assert egeria.read_journal(tmp_path / "egeria-2").of(RunStarted)[0].total_steps == 11
 
 
-def test_checkpoints_that_are_kept_have_its_file(tmp_path):
-    trained, _, _ = train_watched(
-        tmp_path,
-        FREEZE,
-        save_strategy="steps",
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-    )
-    checkpoints = sorted(tmp_path.glob("checkpoint-*"))
-    assert len(checkpoints) == 2 and all((entry / STATE_FILE).is_file() for entry in checkpoints)
-    best = transformers.BertForSequenceClassification.from_pretrained(trained.state.best_model_checkpoint)
-    theirs = best.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in trained.model.state_dict().items())
-    assert all(parameter.requires_grad for parameter in trained.model.parameters())
-
-
 def test_a_fault_of_ours_does_not_stop_the_trainer(tmp_path, monkeypatch):
     plain = trainer(tmp_path / "plain")
     plain.train()

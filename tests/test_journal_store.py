@@ -123,13 +123,6 @@ def test_what_the_store_has_is_not_replaced_where_it_could_not_be_read():
     assert stored(url="away://bucket/run") == kept and egeria.read_journal(second.run.directory).of(RunClosed)
 
 
-def test_an_unknown_protocol_trains_on():
-    with pytest.warns(EgeriaWarning, match="nowhere://bucket/run"):
-        training = Training("nowhere://bucket/run")
-    training.go(60).run.close()
-    assert training.run.frozen == 0 and egeria.read_journal(training.run.directory).of(ModuleFrozen)
-
-
 def test_another_host_goes_on_behind_what_the_store_has(tmp_path, monkeypatch):
     first = Training().go(30)
     state = first.run.state_dict()

@@ -65,17 +65,6 @@ def test_resnet56_is_cut_into_the_seven_modules_of_figure_11():
     ]
 
 
-@pytest.mark.parametrize("shortcut", ["pad", "project"])
-def test_resnet20_and_resnet8(shortcut):
-    assert cut(cifar_resnet(20, shortcut=shortcut)) == {
-        "layer1": ["conv1", "bn1", *numbered("layer1", 0, 3)],
-        "layer2": numbered("layer2", 0, 3),
-        **{f"layer3.{index}": [f"layer3.{index}"] for index in range(2)},
-        "layer3.2": ["layer3.2", "linear"],
-    }
-    assert list(cut(cifar_resnet(8, shortcut=shortcut))) == ["layer1.0", "layer2.0", "layer3.0"]
-
-
 def test_resnet50_mobilenet_and_deeplab():
     assert list(cut(on_meta(resnet50))) == ["layer1", "layer2", "layer3", "layer4.0", "layer4.1", "layer4.2"]
     model = on_meta(mobilenet_v2)
@@ -94,30 +83,7 @@ def test_resnet50_mobilenet_and_deeplab():
     assert modules["backbone.layer4.2"] == ["backbone.layer4.2", *numbered("classifier", 0, 3)]
 
 
-# --- plain networks: units are atoms ---
-
-
-def test_each_linear_of_a_plain_sequence_is_an_atom():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8))
-    assert cut(model) == {"0": ["0"], "2": ["1", "2"], "5": ["3", "4", "5"]}
-
-
 # --- transformers ---
-
-
-class Transformer(nn.Module):
-    """Tokens and positions as parameters of the model itself, blocks of torch, a head."""
-
-    def __init__(self, depth=6, width=8):
-        super().__init__()
-        self.token, self.position = (nn.Parameter(torch.zeros(1, count, width)) for count in (1, 5))
-        self.patch = nn.Conv1d(3, width, 2, 2)
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x):
-        return x
 
 
 def test_torch_transformer_has_encoder_before_decoder():

@@ -76,17 +76,6 @@ def test_a_policy_of_the_users_own_is_asked_and_obeyed(tmp_path):
     assert "FreezeOnceCalm" in read_journal(tmp_path).first(RunStarted).config["policy"]["name"]
 
 
-def test_it_is_made_for_the_layer_modules_of_the_run(tmp_path):
-    made = []
-    loop = Loop(RESIDUAL, attaching(tmp_path, lambda **facts: made.append(FreezeOnceCalm(**facts)) or made[-1]))
-    loop.step(2)
-    facts = made[-1].facts
-    names = tuple(module.name for module in loop.run.modules)
-    assert facts["modules"] == names and facts["trainable"] == (True,) * len(names)
-    assert facts["deepest"] == len(names) - 1 and facts["total_steps"] == 60
-    assert hasattr(facts["lr_rule"], "judge")
-
-
 def test_it_is_asked_before_the_first_step_and_after_those_it_names(tmp_path):
     made = []
     loop = Loop(RESIDUAL, attaching(tmp_path, lambda **facts: made.append(AtSteps(**facts)) or made[-1]))

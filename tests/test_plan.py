@@ -199,12 +199,6 @@ def test_no_more_freeze_than_may():
     assert make(plan="0.5:1 0.9:3 0.95:9").wants.steps == (50, 90), "9 of 4 are 3, as before"
 
 
-def test_linear_is_the_even_plan_from_its_start():
-    assert decided(make("linear", 11, 20))[11] == 1, "0.5 + 0.5 / 10 is a little more than 0.55"
-    assert decided(make("linear", 5)) == {63: 1, 75: 2, 88: 3}
-    assert decided(make("linear", 5, start=0.0)) == {25: 1, 50: 2, 75: 3}
-
-
 def test_a_policy_that_follows_no_plan_takes_none():
     for name in ["egeria", "none"]:
         with pytest.raises(
@@ -333,19 +327,6 @@ def test_a_plan_that_names_what_the_model_has_not_is_refused_and_what_never_runs
     (declined,) = read_journal(tmp_path).of(Declined)
     assert declined.what == "freezing" and "found 'unused'" in declined.reason
     assert not read_journal(tmp_path).of(FaultCaught)
-
-
-def test_a_run_whose_loss_explodes_thaws_and_says_why(tmp_path):
-    training = Training(tmp_path, plan="0:2 0.75:1")
-    for step in range(TOTAL):
-        if step == 10:
-            with torch.no_grad():
-                training.model[3].weight.mul_(5)
-        training.train(1)
-    training.run.close()
-    (first, back), told = moves(tmp_path)[1:3], read_journal(tmp_path).of(Thawed)
-    assert first == (0, 2) and back == (16, 0) and "the training loss rose from" in told[0].reason
-    assert moves(tmp_path)[3:] == [(30, 1)], "the plan goes on with its next move"
 
 
 def test_a_resumed_run_follows_the_plan_that_it_began_with(tmp_path):

@@ -88,13 +88,6 @@ def test_sixteen_bit_activations_are_compared_in_full_precision():
     assert float(sp_loss(training, reference)) == pytest.approx(exact, rel=1e-3)
 
 
-def test_autocast_around_the_call_costs_no_precision():
-    training, reference = pair(16, 300, distance=1e-2)
-    expected = float(sp_loss(training, reference))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert float(sp_loss(training, reference)) == expected
-
-
 def test_the_memory_format_of_a_map_does_not_matter():
     for sides in [(True, True), (True, False), (False, True)]:
         contiguous = pair(4, 3, 5, 6)
@@ -103,14 +96,6 @@ def test_the_memory_format_of_a_map_does_not_matter():
             for side, last in zip(contiguous, sides, strict=True)
         ]
         assert float(sp_loss(*formatted)) == pytest.approx(float(sp_loss(*contiguous)), rel=1e-4)
-
-
-def test_unequal_batches_are_refused():
-    training, reference = pair(4, 7)
-    with pytest.raises(ValueError, match=r"equal batches .*found 4 and 3\. Evaluate both models on the same batch"):
-        sp_loss(training, reference[:3])
-    with pytest.raises(ValueError, match="found 0 and 0"):
-        sp_loss(training[:0], reference[:0])
 
 
 def test_maps_are_averaged_by_powers_of_two():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from benchmarks.proving.journal import read_journal
 from benchmarks.proving.policies import Policy, parse_policy
 from benchmarks.proving.running import checkpoint, limit, runfile
-from benchmarks.proving.running.checkpoint import UnusableError
 from benchmarks.proving.running.execution import PAUSED_STATUS, execute
 from benchmarks.proving.running.limit import Limit
 from benchmarks.proving.running.piece import Piece
@@ -148,26 +146,3 @@ def test_what_is_damaged_begins_anew_and_says_so(spoil, reason, part_way):
     assert reason in note["note"]
     assert [record["epoch"] for record in epochs] == [0, 1, 2, 3, 4, 5]
     assert (part_way / "journal.jsonl").read_text().count('"run_started"') == 1  # the old journal is gone
-
-
-def test_a_checkpoint_of_another_run_is_refused_by_what_differs(part_way):
-    identity = checkpoint.identify(runfile.load(part_way))
-    assert checkpoint.load(part_way, identity).epoch == 2
-    others = {"torch": "1.0", "its settings": {"policy": {"seed": 1}}, "batch_size": 7, "the device": "cuda"}
-    for name, value in others.items():
-        with pytest.raises(UnusableError, match=f"{name} was .*, now "):
-            checkpoint.load(part_way, {**identity, name: value})
-
-
-def test_a_checkpoint_under_way_does_not_spoil_the_last_one(part_way, monkeypatch):
-    identity = checkpoint.identify(runfile.load(part_way))
-    found = checkpoint.load(part_way, identity)
-
-    def crash(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(found, part_way)
-    assert checkpoint.load(part_way, identity).epoch == 2
-    assert [record["epoch"] for record in go_on(part_way)] == [2, 3, 4, 5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from benchmarks.proving.running.recipe import describe
 from benchmarks.proving.running.training import train
 from benchmarks.rivals import make_rival
 from benchmarks.rivals.base import relative_change
-from benchmarks.rivals.gradients import first_that_changes, percentile
+from benchmarks.rivals.gradients import first_that_changes
 from benchmarks.rivals.timed import find_ends, rate_share
 from tests.pieces import CPU, new_training, wanted_run
 
@@ -124,14 +123,6 @@ def test_autofreeze_adds_up_the_gradients_that_the_optimizer_is_given(make):
         training.optimizer.step()
         rival.end_step(torch.tensor(1.0), None)
     assert rival._before == [0.75 * sum(entry.numel() for entry in layer.parameters()) for layer in training.model]
-
-
-def test_the_percentile_lies_between_its_neighbours():
-    assert percentile([0.4, 0.1, 0.2, 0.5], 50) == pytest.approx(0.3)
-    assert percentile([3.0, 1.0, 2.0], 50) == 2
-    assert (percentile([3.0, 1.0], 0), percentile([3.0, 1.0], 100)) == (1, 3)
-    assert percentile([1.0, 2.0, math.inf, math.inf], 100) == math.inf
-    assert percentile([1.0, 2.0], 25) == 1.25
 
 
 def test_the_papers_rule_freezes_at_the_tenth_reading_of_its_worked_example():

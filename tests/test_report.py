@@ -268,13 +268,6 @@ def test_a_resumed_run_leaves_out_what_it_went_back_on(tmp_path):
     assert not summary.of(events.FaultCaught)
 
 
-def test_a_closed_run_that_is_resumed_keeps_its_overhead(tmp_path):
-    again = [started(), events.Resumed(step=75, frozen=0, stage="knowledge-guided"), interval(80), closed(80)]
-    summary = summary_of(tmp_path, run_of_75_steps(), again)
-    assert summary.wall.overhead_s == pytest.approx(0.10)
-    assert summary.closed
-
-
 def test_a_torn_last_line_is_counted_and_left_out(tmp_path):
     write(tmp_path, run_of_75_steps()[:-1])
     with (tmp_path / "journal.jsonl").open("a", encoding="utf-8") as file:
@@ -397,17 +390,6 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path):
     made = report(write(tmp_path, course))
     assert math.isnan(made.summary.metrics[0].values[-1]) and "nan" in str(made)
     page_of(made)
-
-
-def test_thousands_of_readings_make_a_small_page(tmp_path):
-    course = [started(interval_steps=10, total_steps=50_000), stage(0)]
-    for step in range(10, 50_001, 10):
-        course += [interval(step, wall=0.1 + 0.01 * math.sin(step)), reading(step, value=2 + math.sin(step))]
-    course.insert(3000, reading(15_000, value=5000.0))
-    made = report(write(tmp_path, course))
-    assert made.path.stat().st_size < 400_000
-    # The spike survives the thinning: the axis reaches up to it.
-    assert ">1000<" in made.path.read_text(encoding="utf-8")
 
 
 def used(step, generation, hits, misses):

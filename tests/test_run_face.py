@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import subprocess
 import sys
@@ -154,18 +153,6 @@ def test_the_summary_counts_what_came_before_a_resume(tmp_path):
     assert_as_reported(resumed.run, tmp_path)
 
 
-def test_a_run_that_cannot_write_its_journal_has_a_summary(tmp_path):
-    (tmp_path / "file").write_text("")
-    written, unwritten = frozen_loop(tmp_path / "run"), frozen_loop(tmp_path / "file" / "run")
-    first, second = written.run.summary(), unwritten.run.summary()
-    assert (first.frozen, first.parameter_share, first.skipped_share) == (
-        second.frozen,
-        second.parameter_share,
-        second.skipped_share,
-    )
-    assert second.time_saved_s is not None
-
-
 def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
     loop = loop_in(tmp_path, total_steps=40)
     assert repr(loop.run) == "<egeria.Run: step 0 of 40, bootstrapping, no layer modules yet, time saved not known>"
@@ -194,20 +181,6 @@ def test_a_second_attach_to_a_watched_model_is_refused_and_the_first_goes_on(tmp
     assert outside(loop.model) == before and not (tmp_path / "second").exists()
     loop.step(4)
     assert loop.run.summary().step == 24
-
-
-def test_a_model_whose_run_was_closed_or_dropped_can_be_attached_again(tmp_path):
-    loop = loop_in(tmp_path / "0")
-    loop.run.close()
-    run = attach_again(loop, directory=tmp_path / "1")
-    run.itself = run  # dropped in a cycle, as a traceback makes one
-    del run
-    gc.disable()
-    try:
-        run = attach_again(loop, directory=tmp_path / "2")
-    finally:
-        gc.enable()
-    assert not run.summary().closed
 
 
 def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second_try(tmp_path):

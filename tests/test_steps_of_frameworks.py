@@ -215,22 +215,6 @@ def accumulate(directory, num_batches=STEPS, *, watch="micro", resume_at=None):
     return run.directory
 
 
-def test_a_step_that_is_called_at_some_steps_only_is_told(tmp_path):
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    run = attach(model, optimizer, tmp_path, total_steps=400)
-    for index, batch in enumerate(batches(100)):
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if index % 4 == 3:
-            run.step(loss)
-    with pytest.warns(egeria.EgeriaWarning, match="called 25 times, but the optimizer made 100 steps") as found:
-        run.close()
-    assert len(found) == 1
-
-
 def losses_of(directory):
     return [event.loss for event in read_journal(directory).of(IntervalMeasured)]
 

