@@ -30,10 +30,6 @@ def named():
     return Named()
 
 
-def named_with_example():
-    return Named(), {"x": torch.zeros(2, 4)}
-
-
 def wrong_example():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.zeros(2, 3),)
 

@@ -185,18 +185,6 @@ def test_a_training_goes_on_to_the_bit_as_if_it_had_not_asked(name, num_good):
     assert differences(plain.everything(), asking.everything()) == []
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_lora_on_a_model_of_hugging_face_needs_no_loss():
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, vocab_size=30))
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
-    before, state = outside(model), {name: value.clone() for name, value in model.state_dict().items()}
-    batch = {"input_ids": torch.randint(1, 30, (4, 6)), "labels": torch.tensor([0, 1, 0, 1])}
-    assert len(ask(model, [batch] * 3, loss=None, rounds=1).costs) >= 3 and outside(model) == before
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
 def test_the_copy_is_in_training_mode_but_for_parts_in_eval_mode_and_is_gone_afterwards(caplog):
     model, seen = blocks().insert(1, nn.BatchNorm1d(8).eval()), []
     gc.disable()

@@ -25,7 +25,6 @@ from cached import (
     assert_refused,
     assert_served,
     compared,
-    shuffled,
 )
 from egeria.events import CacheUsed
 from loops import differences
@@ -313,9 +312,3 @@ def test_a_fault_of_ours_costs_the_saving_alone(tmp_path, monkeypatch):
     trained = compared(tmp_path, MEMORY, loop)
     assert trained.hits > 50 and "it failed (" in trained.reasons[0] and "a bug" in trained.complaints[0]
     assert len(trained.warnings) == 1 and len(trained.journal(CacheUsed)) == 1
-
-
-def test_what_is_declined_at_one_boundary_may_work_at_the_next(tmp_path):
-    trained = compared(tmp_path, FILE, build=Reaching, plan="0.05:3 0.3:2", loader=shuffled)
-    assert trained.hits > 100
-    assert len(trained.warnings) == 1 and len(trained.journal(CacheUsed)) == 2

@@ -176,19 +176,6 @@ def test_ways_to_call_the_model(calls, tmp_path):
     assert_served(compared(tmp_path, MEMORY, call=call))
 
 
-def test_a_loop_without_a_loader_and_loaders_made_anew(tmp_path):
-    def loop(training):
-        order = torch.Generator().manual_seed(5)
-        with training.noting():
-            for epoch in range(EPOCHS // 2):
-                for rows in torch.randperm(NUM_SAMPLES, generator=order).split(BATCH):
-                    training.step(training.dataset.rows[rows], training.dataset.labels[rows])
-                for batch in DataLoader(training.dataset, batch_size=5) if epoch % 2 else ():
-                    training.step(*batch)
-
-    assert_served(compared(tmp_path, FILE, loop), 300)
-
-
 def test_epochs_that_end_with_very_few_rows(tmp_path):
     def loader(dataset):
         return DataLoader(dataset, batch_size=BATCH)

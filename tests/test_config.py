@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -20,7 +18,6 @@ from egeria.config import (
     PolicyConfig,
     UnfreezingConfig,
 )
-from egeria.session import checks
 
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
 SHARE = "a number above 0 and at most 1"
@@ -158,27 +155,3 @@ def test_strategy_objects_stay_in_python(tmp_path):
     with pytest.raises(ConfigError, match=setting):
         settings.save(tmp_path / "settings.toml")
     assert not (tmp_path / "settings.toml").exists()
-
-
-# --- several processes ---------------------------------------------------------------------------
-
-
-def policy_of(scale):
-    """A policy as each process makes its own, so that it lies at another address in each."""
-
-    def scaled(scale, **facts):
-        return scale
-
-    return functools.partial(scaled, scale=scale)
-
-
-@pytest.mark.parametrize(("theirs", "agrees"), [(2.0, True), (3.0, False)])
-def test_processes_agree_on_a_policy_wherever_it_lies_in_their_memory(theirs, agrees, monkeypatch):
-    told = []
-    monkeypatch.setattr(checks, "world_size", lambda: 2)
-    monkeypatch.setattr(checks, "together", lambda work: told.append(work()) or told)
-    for rank, scale in enumerate((2.0, theirs)):
-        config = Config.from_dict({"policy": {"name": policy_of(scale)}})
-        apart = pytest.raises(ConfigError, match="attach with the same settings; rank 1 has others than rank 0")
-        with nullcontext() if agrees or not rank else apart:
-            checks.agree_on_the_run(config, 9)

@@ -7,7 +7,6 @@ import json
 import math
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -151,16 +150,6 @@ def test_a_directory_that_cannot_be_made_is_told_once(tmp_path):
     (message,) = failures
     assert str(tmp_path / "file" / "run") in message and "cannot be written" in message
     assert "Training continues" in message and "writable `directory`" in message
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_real_full_device_is_told_once(tmp_path):
-    (tmp_path / FILE_NAME).symlink_to("/dev/full")
-    with warned() as failures:
-        recorder = Recorder(tmp_path)
-        recorder.write(FROZEN)
-        recorder.close()
-    assert len(failures) == 1
 
 
 def test_an_event_that_is_no_plain_value_raises_nothing(tmp_path):

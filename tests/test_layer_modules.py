@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50
 from benchmarks.models.segmentation import deeplabv3
 from examples.resnet import cifar_resnet
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from egeria.errors import UnsupportedModelError
 from egeria.model.cut import make_modules
-from egeria.model.group import group_atoms, split_evenly
+from egeria.model.group import group_atoms
 
 
 def cut(model, **options):
@@ -178,16 +174,3 @@ def groups(sizes, names=None, **options):
 def test_small_stages_join_the_one_behind_them_or_before_them_at_the_end():
     assert groups([1, 500, 500, 4], target_share=0.4) == [(0, 2), (2, 3), (3, 4)]
     assert groups([1, 2, 4, 8], minimum_share=1.0, target_share=1.0) == [(0, 3), (3, 4)]
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
-def test_splits_are_the_best_there_are(sizes, data):
-    num_parts = data.draw(st.integers(1, len(sizes)))
-
-    def cost(edges):
-        return sum(sum(sizes[a:b]) ** 2 for a, b in itertools.pairwise([0, *edges, len(sizes)]))
-
-    edges = split_evenly(sizes, num_parts)
-    choices = list(itertools.combinations(range(1, len(sizes)), num_parts - 1))
-    best = min(map(cost, choices))
-    assert tuple(edges) == max(choice for choice in choices if cost(choice) == best)

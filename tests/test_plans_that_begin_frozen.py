@@ -26,25 +26,6 @@ def test_nothing_that_is_frozen_before_the_first_step_gets_a_state_of_the_optimi
     assert differences(training.before["needs gradients"], outside(training)["needs gradients"]) == []
 
 
-@pytest.mark.parametrize("how", ["grad", "functional_call"])
-def test_passes_of_torch_func_have_all_their_gradients(how, tmp_path):
-    training = Training("tied", directory=tmp_path, plan="0:2").train(3)
-    model, inputs = training.model.eval(), training.batch(0)[0]
-
-    def find_gradients():
-        values = {name: entry.detach().clone() for name, entry in model.named_parameters()}
-        if how == "grad":
-            return torch.func.grad(lambda own: torch.func.functional_call(model, own, (inputs,)).square().sum())(values)
-        torch.func.functional_call(
-            model, {n: v.requires_grad_() for n, v in values.items()}, (inputs,)
-        ).sum().backward()
-        return {name: entry.grad for name, entry in values.items()}
-
-    frozen = find_gradients()
-    training.close()
-    assert differences(frozen, find_gradients()) == []
-
-
 def test_a_fused_sgd_that_could_not_thaw_is_not_begun_frozen(tmp_path):
     training = Training("residual", directory=tmp_path, plan=PLAN)
     training.optimizer.param_groups[0].update(fused=True, momentum=0.9)
@@ -53,7 +34,7 @@ def test_a_fused_sgd_that_could_not_thaw_is_not_begun_frozen(tmp_path):
     training.close()
 
 
-@pytest.mark.parametrize(("kind", "step"), [("interval", 4), ("interval", 10), ("thawed", 4), ("frozen", 10)])
+@pytest.mark.parametrize(("kind", "step"), [("thawed", 4), ("frozen", 10)])
 def test_a_state_that_is_taken_while_a_decision_is_made_loses_nothing_of_it(kind, step, tmp_path):
     whole = Training("residual", directory=tmp_path / "whole", plan=PLAN).train()
     first, saved = Training("residual", directory=tmp_path / "first", plan=PLAN), []
@@ -73,11 +54,9 @@ def test_a_state_that_is_taken_while_a_decision_is_made_loses_nothing_of_it(kind
     assert differences(whole.everything(), second.everything()) == []
 
 
-@each_that_freezes
+@pytest.mark.parametrize("name", ["residual", "transformer", "lora", "branching"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_model_is_frozen_as_by_hand(name, tmp_path):
-    if name == "lora":
-        pytest.skip("a compiled PEFT model takes a minute")
     compiled = functools.partial(torch.compile, backend="eager")
     attach = {"plan": "step 0:20 step 4:0 step 10:2", "total_steps": 10**6}  # so that each depth repays its compilation
     ours = Training(name, directory=tmp_path, wrap=compiled, **attach).train(NUM_STEPS)
@@ -86,5 +65,4 @@ def test_a_compiled_model_is_frozen_as_by_hand(name, tmp_path):
     after = outside(ours)
     assert [key for key in ("needs gradients", "modes", "hooks") if after[key] != ours.before[key]] == []
     assert len({front for _, front in ours.fronts}) == 3, "it was frozen, thawed, and frozen again"
-    if not MODELS[name].tied:  # hooks do not run in compiled code, so that nothing is detached there
-        assert [key for key in found if not torch.allclose(by_hand[key], found[key], atol=1e-5)] == []
+    assert [key for key in found if not torch.allclose(by_hand[key], found[key], atol=1e-5)] == []

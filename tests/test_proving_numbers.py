@@ -273,11 +273,6 @@ def test_what_was_skipped_without_a_profile_is_not_known(tmp_path):
     assert measure_skipped(read_journal(tmp_path)).total is None
 
 
-def test_what_was_skipped_by_updates_at_some_steps_only_is_not_known(tmp_path):
-    journal(tmp_path, PROFILE, FROZEN, ("periods", 20, {"periods": [4, 2, 1]}))
-    assert measure_skipped(read_journal(tmp_path)).backward is None
-
-
 def test_a_resumed_run_goes_back_on_what_came_after_its_state(tmp_path):
     start = ("run_started", 0, {"modules": [{"name": "a", "num_parameters": 10}] * 3, "trainable": [True] * 3})
     journal(

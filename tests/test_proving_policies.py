@@ -48,11 +48,3 @@ def test_what_is_no_policy_is_refused():
     ]:
         with pytest.raises(RefusedError):
             parse_policy(text)
-
-
-def test_two_files_of_one_name_cannot_share_a_folder(tmp_path):
-    for folder, window in (("a", 4), ("b", 5)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.toml").write_text(f"[plasticity]\nwindow = {window}\n")
-    with pytest.raises(RefusedError, match="share a folder"):
-        parse_policies([f"{tmp_path}/a/mine.toml,{tmp_path}/b/mine.toml"])

@@ -138,18 +138,3 @@ def test_the_papers_rule_freezes_at_the_tenth_reading_of_its_worked_example():
     again.load_state_dict(rule.state_dict())
     assert again.frozen == 1
     assert again.end_interval(140, 1.0, 0.001) == ["thaw"] and (again.frozen, again.window) == (0, 2)
-
-
-def test_weight_change_reads_how_far_the_weights_of_the_front_moved(make):
-    training = new_training()
-    rival = make(training, "weight_change:plasticity.interval_steps=1,plasticity.window=2")
-    read, asking = [], rival._rule.read
-    rival._rule.read = lambda step, evaluation, module, value: (
-        read.append((module, value)) or asking(step, evaluation, module, value)
-    )
-    for _ in range(4):
-        with torch.no_grad():
-            for parameter in training.model.parameters():
-                parameter.mul_(1.5)
-        rival.end_step(torch.tensor(1.0), None)
-    assert read == [(0, pytest.approx(0.5)), (0, pytest.approx(0.5))], "one interval to compare losses, one to begin"

@@ -300,6 +300,19 @@ def test_a_rank_that_cannot_go_on_leaves_no_other_waiting(how):
         assert depths[-1] == 0 and f"rank 1: {reason}" in told
 
 
+def attach_differently():
+    try:
+        Training("given", plan="0:1" if _rank() else PLAN)
+    except egeria.ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_with_other_settings_are_refused():
+    for said in run_ranks(attach_differently):
+        assert "attach with the same settings; rank 1 has others than rank 0" in said
+
+
 def declined(how):
     wraps = {"static_graph": lambda model: DistributedDataParallel(model, static_graph=True)}
     where = "bare" if how == "bare" else "after"

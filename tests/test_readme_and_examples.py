@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.micro import attach_overhead
 from benchmarks.micro.interleaved import Comparison, compare
-from benchmarks.workloads.workload import Training
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -110,41 +108,6 @@ def test_interleaved_rounds_take_turns_and_ratios_are_per_round():
     assert len(result.first_cpu_s) == len(result.second_wall_s) == 4
     noisy = Comparison([1.0, 10.0, 2.0], [0.5, 5.0, 1.0], [1.0] * 3, [0.25] * 3)
     assert noisy.cpu_ratio() == 0.5 and noisy.wall_ratio() == 0.25
-
-
-@pytest.mark.bench
-def test_the_overhead_benchmark_evaluates_once_an_interval(monkeypatch):
-    for name in ("expect", "review"):  # so small a model leaves no budget for evaluations
-        monkeypatch.setattr(f"egeria.session.budget.Budget.{name}", lambda *_: None)
-    made = []
-
-    def make():
-        made.append(small_training())
-        return made[-1]
-
-    result = attach_overhead.measure("small", make, "inline", total_steps=300)
-    assert result.controller == "inline" and result.intervals[0] == round(300 / 20 / 3 / 1.75)
-    assert len(made) == 2 and len(result.ratios) == attach_overhead.ROUNDS and result.readings > 10
-    parts = result.watched_s + result.attach_s + result.close_s + result.controller_s
-    assert result.share == pytest.approx(parts / result.plain_s - 1) and "300 steps" in result.in_words()
-    plain, watched = (dict(training.model.named_parameters()) for training in made)
-    assert all(torch.equal(plain[name], watched[name]) for name in plain), "both make the same steps"
-
-
-def small_training():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
-    return Training(
-        model=model,
-        loader=rows,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300),
-        num_epochs=75,
-        loss=lambda network, batch: network(batch[0]).square().mean(),
-        evaluate=lambda network: {},
-    )
 
 
 @pytest.mark.slow

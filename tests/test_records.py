@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.micro import accelerator
-from benchmarks.proving.comparing.archive import opened
-from benchmarks.proving.comparing.comparison import compare
-from benchmarks.proving.comparing.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "benchmarks" / "records"
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 
 
@@ -33,14 +29,3 @@ def test_the_script_for_gpus_runs_tiny_on_a_cpu_and_keeps_what_it_found(tmp_path
     assert all(row["iteration_ms"] > 0 and row["peak_bytes"] == 0 for row in rows), "a CPU does not say"
     page = (tmp_path / "README.md").read_text()
     assert "| gpt2, compiled | half |" in page and "not told" in page
-
-
-def test_archives_of_versions_that_were_never_released_are_compared_as_then():
-    """Duty cycles and landing are gone from the library; what they skipped is not known any more."""
-    with opened(RECORDS / "0017-duty-cycle") as journals:
-        comparisons = compare(read_results(journals), "none")
-    for comparison in comparisons:
-        assert comparison.find("default").difference is not None
-    runs = [run for found in comparisons for policy in found.policies for run in policy.outcomes]
-    unknown = [run.run.policy.text for run in runs if run.skipped.total is None]
-    assert unknown and len(unknown) < len(runs) and all("duty" in text or "/" in text for text in unknown)

@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 import egeria
 from egeria import ConfigError, EgeriaWarning, read_journal
@@ -198,15 +197,6 @@ def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second
         del error
 
 
-def test_a_model_around_a_watched_one_is_refused_too(tmp_path):
-    loop = loop_in(tmp_path)
-    around = nn.Sequential(loop.model)
-    with pytest.raises(ConfigError, match="in whole or in part"):
-        egeria.attach(around, torch.optim.SGD(around.parameters(), lr=0.1))
-    loop.run.close()
-    egeria.attach(around, torch.optim.SGD(around.parameters(), lr=0.1), config=FAST).close()
-
-
 def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path):
     frozen_loop(tmp_path).run.close()
     with warnings.catch_warnings(record=True) as found:
@@ -241,7 +231,6 @@ def fresh():
 LATER = {"IPython", "jinja2", "matplotlib", "multiprocessing.pool", "psutil", "rich", "sklearn", "transformers"}
 LATER |= {"accelerate", "datasets", "lightning", "mlflow", "peft", "tensorboard", "wandb"}
 LATER |= {"torch._dynamo", "torch.ao.quantization", "torch.distributed.fsdp", "torch.onnx"}
-LATER |= {"accelerate", "lightning", "pytorch_lightning", "peft"}
 """What only parts of the library need, and what is loaded when they are used."""
 
 

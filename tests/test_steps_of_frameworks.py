@@ -325,8 +325,3 @@ def test_a_loop_that_never_calls_run_step_is_told_at_the_end(tmp_path):
     [told] = train_unheard(tmp_path, 3)
     assert "run.step was called 0 times, but the optimizer made 3 steps" in told
     assert [event.what for event in read_journal(tmp_path).of(Declined)] == ["watching this training"]
-
-
-@pytest.mark.parametrize("act", [lambda run: (run.step(1.0), run.step(1.0)), lambda run: {}["an error of the loop"]])
-def test_a_loop_that_calls_run_step_or_failed_before_is_not(act, tmp_path):
-    assert train_unheard(tmp_path, 3, act) == []

@@ -3,58 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from egeria import tree
 from egeria.model.batch import Batch
-
-
-class Pair(NamedTuple):
-    """A named tuple."""
-
-    first: object
-    second: object
-
-
-def numbered():
-    return st.integers(0, 9).map(lambda number: torch.full((2, 3), float(number)))
-
-
-trees = st.recursive(
-    numbered() | st.none() | st.integers() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        | st.builds(Pair, inner, inner)
-    ),
-    max_leaves=12,
-)
-
-
-def shape_of(value):
-    """The containers and other values of a tree, with a mark for each tensor."""
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if isinstance(value, dict):
-        return (type(value), [(key, shape_of(entry)) for key, entry in value.items()])
-    if isinstance(value, (tuple, list)):
-        return (type(value), [shape_of(entry) for entry in value])
-    return value
-
-
-@given(trees)
-def test_mapping_changes_every_tensor_and_nothing_else(value):
-    doubled = tree.map_tensors(lambda tensor: tensor * 2, value)
-    assert shape_of(doubled) == shape_of(value)
-    before, after = list(tree.leaves(value)), list(tree.leaves(doubled))
-    assert len(before) == len(after)
-    assert all(torch.equal(old * 2, new) for old, new in zip(before, after, strict=True))
 
 
 def test_the_first_activation_is_of_floating_point_and_has_samples_and_features():

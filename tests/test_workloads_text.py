@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.workloads import mixed
 from benchmarks.workloads.text import WORKLOADS, news
-from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
+from benchmarks.workloads.text.batching import LengthBatches, pad_rows
 from benchmarks.workloads.text.characters import VOCABULARY, Gpt, Windows
 from benchmarks.workloads.text.corpora import Question, read_pairs, read_sentiments
 from benchmarks.workloads.text.pairs import make_pairs
@@ -47,9 +47,6 @@ class TestBatches:
         spread = [max(lengths[i] for i in batch) - min(lengths[i] for i in batch) for batch in first]
         assert sum(spread) / len(spread) < 5
         assert list(LengthBatches(lengths, 10, torch.Generator().manual_seed(0))) == first
-
-    def test_evaluation_takes_every_sample(self):
-        assert sorted_batches([3, 1, 2, 5, 4], 2) == [[1, 2], [0, 4], [3]]
 
     def test_padding_stands_on_the_right_and_the_mask_knows(self):
         rows, mask = pad_rows([torch.tensor([5]), torch.tensor([6, 7, 0])], 0)

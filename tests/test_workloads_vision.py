@@ -11,7 +11,7 @@ import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50
 from benchmarks.models.segmentation import deeplabv3
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
-from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, Pictures, Source
+from benchmarks.workloads.vision.pictures import VOID, Pictures, Source
 from benchmarks.workloads.vision.recipe import Recipe, step_schedule
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tinyimagenet20 import read_tinyimagenet20
@@ -97,24 +97,6 @@ def test_a_setting_fixes_the_run_and_the_seed_changes_it():
     first = losses(build(TASK, step_schedule, setting(None)), 6)
     assert losses(build(TASK, step_schedule, setting(None)), 6) == first
     assert losses(build(TASK, step_schedule, setting(None, seed=1)), 6) != first
-
-
-def test_crops_are_windows_of_the_padded_picture_and_targets_move_along():
-    numbers = torch.arange(1, 1 + 200 * 48).reshape(200, 6, 8)
-    images = torch.stack([numbers % 251 + 1, numbers // 251, numbers * 0], dim=3).to(torch.uint8)
-    targets = images[..., 0]
-    source = Source(Pictures(images, targets), Pictures(images, targets), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    dataset = CroppedBatches(source, replace(TINY, padding=0), torch.Generator().manual_seed(0))
-    cropped, moved = dataset.__getitems__(list(range(200)))
-    assert cropped.shape == (200, 3, 5, 6) and cropped.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal((cropped[:, 0] * 255).round().long(), moved)
-    places = set()
-    for image, crop in zip(images[..., 0].long(), moved, strict=True):
-        windows = image.unfold(0, 5, 1).unfold(1, 6, 1)
-        for flipped, wanted in ((False, crop), (True, crop.flip(1))):
-            same = (windows == wanted).all(dim=(2, 3)).nonzero().tolist()
-            places.update((flipped, *place) for place in same)
-    assert len(places) == 2 * 2 * 3
 
 
 def test_evaluation_judges_all_held_out_pictures():
