@@ -30,14 +30,6 @@ def named():
     return Named()
 
 
-def named_with_example():
-    return Named(), {"x": torch.zeros(2, 4)}
-
-
-def sequence_with_tensor():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.ones(3, 4)
-
-
 def wrong_example():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.zeros(2, 3),)
 
@@ -46,20 +38,8 @@ def no_model():
     return {"model": nn.Linear(2, 2)}
 
 
-def three_things():
-    return nn.Linear(2, 2), 1, 2
-
-
-def one_thing():
-    return (nn.Linear(2, 2),)
-
-
 def single_layer():
     return nn.Linear(2, 2)
-
-
-def no_parameters():
-    return nn.Sequential(nn.ReLU(), nn.ReLU())
 
 
 def needs_an_argument(depth):
@@ -70,9 +50,6 @@ def fails():
     raise RuntimeError("out of [bold]luck[/]")
 
 
-not_callable = 3
-
-
 def training():
     model = named()
     data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(3)]
@@ -81,10 +58,6 @@ def training():
 
 def named_loss(model, batch):
     return nn.functional.cross_entropy(model(x=batch[0]), batch[1])
-
-
-def training_by_name():
-    return dict(zip(("model", "optimizer", "loader", "loss"), training(), strict=True), rounds=1)
 
 
 def training_without_optimizer():

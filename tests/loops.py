@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from egeria import attach
 from egeria.session import EgeriaWarning, Run
+from laws.support import differences
 from menagerie import Specimen
+
+__all__ = ["FAST", "Loop", "differences", "outside"]
 
 FAST = {
     "policy": {"name": "egeria"},
@@ -97,18 +100,6 @@ class Loop:
             for name, value in entry.items():
                 state[f"optimizer.{index}.{name}"] = value.clone() if isinstance(value, Tensor) else value
         return {**state, "random": self.random, "losses": torch.tensor(self.losses, dtype=torch.float64)}
-
-
-def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Return the names of what is not equal to the last bit."""
-    assert first.keys() == second.keys()
-    return [name for name, value in first.items() if not _equal(value, second[name])]
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    return bool(first == second)
 
 
 def outside(model: nn.Module) -> dict[str, Any]:

@@ -7,9 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from benchmarks.models.segmentation import deeplabv3plus, unet
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cached import (
@@ -27,7 +25,6 @@ from cached import (
     assert_refused,
     assert_served,
     compared,
-    shuffled,
 )
 from egeria.events import CacheUsed
 from loops import differences
@@ -52,10 +49,6 @@ class Between(Chain):
 
 def noised(model, x):
     return x + 0.1 * torch.randn_like(x)
-
-
-def dropped(model, x):
-    return functional.dropout(x, 0.1, training=model.training)
 
 
 def centred(model, x):
@@ -117,14 +110,6 @@ class Packer(Block):
         return Parcel(super().forward(x))
 
 
-class Straddling(Chain):
-    """Runs two blocks again in the backward pass, in one section."""
-
-    def forward(self, x):
-        x = checkpoint(lambda y: self.blocks[2](self.blocks[1](y)), self.blocks[0](x), use_reentrant=False)
-        return self.head(self.blocks[3](x))
-
-
 class Branching(Chain):
     """Leaves out its first block for some batches."""
 
@@ -133,27 +118,9 @@ class Branching(Chain):
         return self.head(self.blocks[3](self.blocks[2](self.blocks[1](x))))
 
 
-class Collecting(Chain):
-    """Keeps something of each pass in a list outside of it."""
-
-    kept = []  # noqa: RUF012
-
-    def forward(self, x):
-        output = super().forward(x)
-        self.kept.append(output.square().mean())
-        del self.kept[:-3]
-        return output
-
-
 def hooked():
     model = Chain()
     model.blocks[0].inner.register_forward_hook(lambda *_: None)
-    return model
-
-
-def doubled():
-    model = Chain()
-    model.register_forward_pre_hook(lambda model, args: (2 * args[0],))
     return model
 
 
@@ -161,17 +128,13 @@ def doubled():
     ("build", "reason"),
     [
         (partial(Between, noised), "is random"),
-        (partial(Between, dropped), "is random"),
         (partial(Between, centred), "depends on the other samples"),
         (Reaching, "the rest of the model reads more of them than that"),
         (Telling, "the rest of the model reads more of them than that"),
         (TellingTheLoop, "attribute blocks.1.note differs"),
         (Packing, "an object of its own"),
-        (Straddling, "the backward pass runs blocks.1 again"),
-        (Branching, "blocks.0 was called 0 times"),
-        (Collecting, "keeps tensors outside of the model"),
+        (Branching, "blocks.0 does not run"),
         (hooked, "forward hook on a frozen layer"),
-        (doubled, "a pre-hook on the model"),
     ],
 )
 def test_what_cannot_be_skipped_is_declined_with_the_reason(build, reason, tmp_path):
@@ -194,27 +157,6 @@ def test_calls_that_cannot_be_served_are_declined_with_the_reason(call, reason, 
             return super().forward(x)
 
     assert_refused(compared(tmp_path, FILE, call=call, build=Given), reason)
-
-
-def test_a_checkpoint_over_the_boundary_is_seen_where_two_passes_have_one_backward_pass(tmp_path):
-    trained = compared(tmp_path, FILE, build=Straddling, call=lambda model, x: model(x) + model(-x))
-    assert_refused(trained, "the backward pass runs blocks.1 again")
-
-
-def test_batches_of_one_sample_are_declined(tmp_path):
-    class Plain(Chain):
-        def __init__(self):
-            super().__init__()
-            for block in self.blocks:
-                block.norm = nn.LayerNorm(WIDTH)
-
-    def loop(training):
-        with training.noting():
-            for _ in range(2):
-                for row in range(40):
-                    training.step(training.dataset.rows[row : row + 1], training.dataset.labels[row : row + 1])
-
-    assert_refused(compared(tmp_path, FILE, loop, build=Plain), "a batch of one sample")
 
 
 # Models of others
@@ -247,44 +189,20 @@ def t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
-def vit():
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(image_size=8, patch_size=4, num_labels=4, **TINY)
-    )
-
-
 @pytest.mark.parametrize(
     ("build", "reason"),
-    [(partial(gpt2, use_cache=False), ""), (gpt2, "use_cache=False"), (mpnet, ""), (vit, ""), (t5, "untie it")],
-    ids=["gpt2", "gpt2 with its cache", "mpnet", "vit", "t5"],
+    [(partial(gpt2, use_cache=False), ""), (gpt2, "use_cache=False"), (mpnet, ""), (t5, "untie it")],
+    ids=["gpt2", "gpt2 with its cache", "mpnet", "t5"],
 )
 def test_transformers(build, reason, tmp_path):
     def call(model, x):
         return model(x).logits if build is not t5 else model(x, decoder_input_ids=x).logits[:, 0, :4]
 
-    dataset = Vectors(shape=(3, 8, 8)) if build is vit else Words()
-    trained = compared(tmp_path, FILE, build=build, dataset=dataset, call=call, depth=3)
+    trained = compared(tmp_path, FILE, build=build, dataset=Words(), call=call, depth=3)
     if reason:
         assert_refused(trained, reason)
     else:
         assert_served(trained)
-
-
-@pytest.mark.parametrize(
-    "build", [partial(unet, width=4), partial(deeplabv3plus, 3, width=4)], ids=["unet", "deeplabv3plus"]
-)
-def test_networks_with_skips_behind_the_boundary_are_declined(build, tmp_path):
-    channels = 1 if build.func is unet else 3
-    dataset = Vectors(24, shape=(channels, 16, 16))
-    trained = compared(
-        tmp_path, FILE, build=build, dataset=dataset, call=lambda model, x: _first(model(x)).mean((2, 3)), plan="0.05:3"
-    )
-    assert_refused(trained, "reads more of them than that")
-
-
-def _first(output):
-    scores = output if torch.is_tensor(output) else next(iter(output.values()))
-    return scores.repeat(1, 4, 1, 1)[:, :4]
 
 
 # Changes while rows are served
@@ -303,20 +221,12 @@ def train_again(model):
     model.blocks[0].requires_grad_(True)
 
 
-def hook(model):
-    model.blocks[0].inner.register_forward_hook(lambda module, args, output: output * 1.5)
-
-
 def pre_hook(model):
     model.blocks[0].register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
 
 
 def through_data(model):
     model.blocks[0].inner.weight.data.mul_(1.5)
-
-
-def other_data(model):
-    model.blocks[0].inner.weight.data = 1.5 * model.blocks[0].inner.weight.data
 
 
 def replace(model):
@@ -331,12 +241,8 @@ def attribute(model):
     model.blocks[0].scale = 1.5
 
 
-def tensor_attribute(model):
-    model.blocks[0].scale = torch.tensor(1.5)
-
-
-AT_ONCE = (write_in_place, load, train_again, hook, pre_hook, replace)
-LATER = (through_data, other_data, buffer, attribute, tensor_attribute)
+AT_ONCE = (write_in_place, load, train_again, pre_hook, replace)
+LATER = (through_data, buffer, attribute)
 
 
 @pytest.mark.parametrize("change", [*AT_ONCE, *LATER])
@@ -414,9 +320,3 @@ def test_a_fault_of_ours_costs_the_saving_alone(tmp_path, monkeypatch):
     trained = compared(tmp_path, MEMORY, loop)
     assert trained.hits > 50 and "it failed (" in trained.reasons[0] and "a bug" in trained.complaints[0]
     assert len(trained.warnings) == 1 and len(trained.journal(CacheUsed)) == 1
-
-
-def test_what_is_declined_at_one_boundary_may_work_at_the_next(tmp_path):
-    trained = compared(tmp_path, FILE, build=Reaching, plan="0.05:3 0.3:2", loader=shuffled)
-    assert trained.hits > 100
-    assert len(trained.warnings) == 1 and len(trained.journal(CacheUsed)) == 2

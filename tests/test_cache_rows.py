@@ -65,13 +65,6 @@ def test_everything_else_makes_another_key():
     assert row_keys(Batch.of_call((1, "a"), {}, "cpu")) is None
 
 
-def test_masks_that_tell_no_lengths():
-    for mask in ([[0, 1], [1, 1]], [[0, 0], [1, 1]], [[1, 2], [1, 1]]):
-        assert true_lengths(Batch.of_call((), {"attention_mask": torch.tensor(mask)}, "cpu")) is None
-    assert true_lengths(Batch.of_call((), {"attention_mask": torch.ones(2, 2)}, "cpu")) is None
-    assert true_lengths(Batch.of_call((), padded(7), "cpu")) == [3, 2]
-
-
 DTYPES = [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.complex64, torch.bool]
 
 

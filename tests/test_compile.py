@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from functools import partial
 
 import pytest
@@ -11,10 +11,8 @@ from torch import nn
 
 import egeria
 from egeria.events import Declined
-from egeria.model import compile as compiling
 from egeria.model.compile import Compilation, is_compiled
-from egeria.model.freeze import Freezer
-from test_freeze import cut_by
+from test_interrupts import Interrupter
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")]
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
@@ -96,42 +94,36 @@ def _clean():
     torch.compiler.reset()
 
 
-def trained(way, depths):
-    """Return the losses, the state, and the graphs made and run by each step."""
+def trained(way, plan, directory, num_steps=8):
+    """Return losses, state, depths, and how many graphs were made and run by the end of each step."""
     torch.manual_seed(0)
     model, graphs = Chain(), Graphs()
     called = way(model, graphs) if way else model
     assert is_compiled(called) is (way is not None)
-    compilation = Compilation()
-    if way:
-        compilation.wait()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    groups = [[f"blocks.{index}"] for index in range(BLOCKS)]
-    freezer = Freezer(model, cut_by(model, *groups[:-1], [*groups[-1], "head"]), has_hooks=way is None)
-    losses, counts = [], []
-    for step, depth in enumerate(depths):
+    run = egeria.attach(called, optimizer, total_steps=10**6, plan=plan, directory=directory)  # each depth repays
+    losses, depths, counts = [], [], []
+    for step in range(num_steps):
         called.train()
         loss = called(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if way and not step:
-            compilation.begin(BLOCKS)
-        freezer.freeze_to(depth)
+        run.step(loss)
         losses.append(loss.item())
+        depths.append(run.frozen)
         counts.append((graphs.num_compiled, graphs.num_runs))
-    assert freezer.moved() == []
-    freezer.freeze_to(0)
-    compilation.close()
-    return losses, model.state_dict(), counts
+    run.close()
+    return losses, model.state_dict(), depths, counts
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_depth_runs_compiled_and_as_uncompiled(way):
-    depths = [0, 0, 2, 2, 0, 2, 2] if way is not wrapped else [0, *range(BLOCKS), 0, 0]
+def test_every_depth_runs_compiled_and_as_uncompiled(way, tmp_path):
+    plan = "step 2:2 step 4:0 step 5:2" if way is not wrapped else "step 1:1 step 2:2 step 4:3 step 5:0"
     with torch._dynamo.config.patch(recompile_limit=2):
-        losses, state, counts = trained(way, depths)
-    plain_losses, plain_state, _ = trained(None, depths)
+        losses, state, depths, counts = trained(way, plan, tmp_path / "compiled")
+    plain_losses, plain_state, plain_depths, _ = trained(None, plan, tmp_path / "plain")
+    assert depths == plain_depths and len(set(depths)) == (4 if way is wrapped else 2)
     torch.testing.assert_close(losses, plain_losses, rtol=1e-4, atol=1e-5)
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, plain_state[name], rtol=1e-3, atol=1e-5)
@@ -139,19 +131,6 @@ def test_every_depth_runs_compiled_and_as_uncompiled(way):
     assert [runs for _, runs in counts] == [per_pass * step for step in range(len(depths))], "it ran uncompiled"
     num_depths = len(set(depths))
     assert counts[-1][0] <= (2 * BLOCKS if way is block_by_block else num_depths), "a depth seen before was compiled"
-
-
-def test_normalisation_stays_as_it_is_while_the_loop_calls_train():
-    model = Chain(3)
-    called = torch.compile(model, backend="eager", fullgraph=True)
-    freezer = Freezer(model, cut_by(model, ["blocks.0"], ["blocks.1"], ["blocks.2", "head"]), has_hooks=False)
-    called(torch.randn(8, 6))
-    freezer.freeze_to(2)
-    before = [block.norm.running_mean.clone() for block in model.blocks]
-    called.train()
-    called(torch.randn(8, 6))
-    moved = [not torch.equal(block.norm.running_mean, mean) for block, mean in zip(model.blocks, before, strict=True)]
-    assert moved == [False, False, True]
 
 
 def test_a_compiled_part_in_a_wrapper_is_seen():
@@ -176,43 +155,7 @@ def test_the_users_own_stance_returns():
             assert settings() == before
 
 
-def test_a_stance_that_the_user_has_set_since_stays():
-    compilation = Compilation()
-    with torch.compiler.set_stance("eager_on_recompile"):
-        compilation.wait()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-    compilation.begin(3)
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-    compilation.close()
-
-
 # --- limits, interrupts --------------------------------------------------------------------------
-
-
-def interrupted(action, at):
-    """Run an action up to its n-th line in the file; return whether it had that many."""
-    count = 0
-
-    def trace(frame, event, _arg):
-        nonlocal count
-        if frame.f_code.co_filename != compiling.__file__:
-            return None
-        if event == "line":
-            count += 1
-            if count == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return count >= at
 
 
 @pytest.mark.parametrize("which", ["wait", "begin", "close"])
@@ -224,11 +167,11 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(which):
             compilation.wait()
         if which == "close":
             compilation.begin(3)
-        action = compilation.wait if which == "wait" else partial(compilation.begin, 3)
-        is_inside = interrupted(compilation.close if which == "close" else action, at)
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(at) as tracer:
+            {"wait": compilation.wait, "begin": partial(compilation.begin, 3), "close": compilation.close}[which]()
         compilation.close()
         assert settings() == before, at
-        if not is_inside:
+        if tracer.count < at:
             break
         at += 1
     assert at > 3

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -21,7 +18,6 @@ from egeria.config import (
     PolicyConfig,
     UnfreezingConfig,
 )
-from egeria.session import checks
 
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
 SHARE = "a number above 0 and at most 1"
@@ -71,33 +67,15 @@ def test_every_setting_has_a_contract_that_is_tested_here():
     ]
 
 
-@pytest.mark.parametrize(("setting", "contract", "values"), CONTRACTS, ids=[entry[0] for entry in CONTRACTS])
-def test_a_value_outside_its_contract_is_refused_with_contract_value_and_next_step(setting, contract, values):
-    group, name = setting.split(".")
-    for value in values:
-        with pytest.raises(ConfigError) as refusal:
-            Config.from_dict({group: {name: value}})
-        message = str(refusal.value)
-        assert message.startswith(f"{setting} must be {contract}") and f"found {value!r}." in message
-        assert message.endswith("Correct it where the configuration is built or in its TOML file.")
-
-
-def test_edges_of_the_contracts_are_allowed():
-    settings = Config.from_dict({"policy": {"plan": "0:1 .5:0", "start": 0}, "modules": {"target_share": 1}})
-    assert (settings.policy.plan, settings.policy.start, settings.modules.target_share) == ("0:1 .5:0", 0, 1)
-
-
-def test_settings_cannot_be_changed_after_they_were_checked():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().plasticity.window = 0
-
-
-def test_a_group_must_be_of_its_own_kind():
-    for value in [{"window": 3}, None, FreezingConfig()]:
-        with pytest.raises(
-            ConfigError, match=r"plasticity must be an egeria\.config\.PlasticityConfig .*from_dict.* found"
-        ):
-            Config(plasticity=value)
+def test_a_value_outside_its_contract_is_refused_with_contract_value_and_next_step():
+    for setting, contract, values in CONTRACTS:
+        group, name = setting.split(".")
+        for value in values:
+            with pytest.raises(ConfigError) as refusal:
+                Config.from_dict({group: {name: value}})
+            message = str(refusal.value)
+            assert message.startswith(f"{setting} must be {contract}") and f"found {value!r}." in message
+            assert message.endswith("Correct it where the configuration is built or in its TOML file.")
 
 
 def test_unknown_groups_and_fields_are_refused_beside_the_known_ones():
@@ -115,24 +93,12 @@ def test_unknown_groups_and_fields_are_refused_beside_the_known_ones():
         assert all(part in str(refusal.value) for part in said), str(refusal.value)
 
 
-def test_what_a_dictionary_leaves_out_keeps_its_default():
-    settings = Config.from_dict({"plasticity": {"window": 4}, "cache": {}})
-    assert settings == Config(plasticity=PlasticityConfig(window=4))
-    assert Config.from_dict({}) == Config()
-
-
 def test_toml_reads_like_the_dictionary():
     text = "[plasticity]\nwindow = 4\n[freezing]\ntolerance_share = 0.5\n"
     assert Config.from_toml(text) == Config(
         plasticity=PlasticityConfig(window=4), freezing=FreezingConfig(tolerance_share=0.5)
     )
     assert Config.from_toml("") == Config()
-
-
-def test_malformed_toml_is_refused_with_its_place():
-    for text in ["[plasticity", "window = ", "[cache]\nenabled = True\n", "[cache]\n[cache]\n"]:
-        with pytest.raises(ConfigError, match=r"must be TOML; .*(line \d+|end of document).*Correct that line"):
-            Config.from_toml(text)
 
 
 def test_an_error_in_a_file_names_the_file(tmp_path):
@@ -145,13 +111,9 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
         Config.load(path)
 
 
-@pytest.mark.parametrize("kind", ["missing", "directory", "binary"])
-def test_a_file_that_cannot_be_read_is_refused(kind, tmp_path):
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     path = tmp_path / "settings.toml"
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "binary":
-        path.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"settings\.toml must be a readable TOML file"):
         Config.load(path)
 
@@ -184,30 +146,8 @@ def test_whatever_is_written_is_read_back_equal(settings):
     assert Config.from_dict(settings.to_dict()) == settings
 
 
-def test_a_saved_file_is_loaded_equal(tmp_path):
-    settings = Config(modules=ModulesConfig(pattern="Schräg|“stem”"), plasticity=PlasticityConfig(interval_steps=7))
-    settings.save(tmp_path / "settings.toml")
-    assert Config.load(tmp_path / "settings.toml") == settings
-
-
-class Rule:
-    """A user's own rule for thawing."""
-
-    def judge(self, moment):
-        """Never asked here."""
-
-    def __repr__(self):
-        return "Rule()"
-
-
-@pytest.mark.parametrize(
-    ("settings", "setting"),
-    [
-        (Config(policy=PolicyConfig(name=dict)), "policy.name"),
-        (Config(unfreezing=UnfreezingConfig(rule=Rule())), "unfreezing.rule"),
-    ],
-)
-def test_strategy_objects_stay_in_python(settings, setting, tmp_path):
+def test_strategy_objects_stay_in_python(tmp_path):
+    settings, setting = Config(policy=PolicyConfig(name=dict)), "policy.name"
     with pytest.raises(
         ConfigError, match=rf"{setting} must be a plain value .*such as the name of a built-in one, found"
     ):
@@ -215,31 +155,3 @@ def test_strategy_objects_stay_in_python(settings, setting, tmp_path):
     with pytest.raises(ConfigError, match=setting):
         settings.save(tmp_path / "settings.toml")
     assert not (tmp_path / "settings.toml").exists()
-
-
-def test_a_dictionary_shows_strategy_objects_by_their_name():
-    assert Config(unfreezing=UnfreezingConfig(rule=Rule())).to_dict()["unfreezing"]["rule"] == "Rule()"
-
-
-# --- several processes ---------------------------------------------------------------------------
-
-
-def policy_of(scale):
-    """A policy as each process makes its own, so that it lies at another address in each."""
-
-    def scaled(scale, **facts):
-        return scale
-
-    return functools.partial(scaled, scale=scale)
-
-
-@pytest.mark.parametrize(("theirs", "agrees"), [(2.0, True), (3.0, False)])
-def test_processes_agree_on_a_policy_wherever_it_lies_in_their_memory(theirs, agrees, monkeypatch):
-    told = []
-    monkeypatch.setattr(checks, "world_size", lambda: 2)
-    monkeypatch.setattr(checks, "together", lambda work: told.append(work()) or told)
-    for rank, scale in enumerate((2.0, theirs)):
-        config = Config.from_dict({"policy": {"name": policy_of(scale)}})
-        apart = pytest.raises(ConfigError, match="the same total_steps and settings; rank 1 has others than rank 0")
-        with nullcontext() if agrees or not rank else apart:
-            checks.agree_on_the_run(config, 9)

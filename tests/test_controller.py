@@ -13,11 +13,10 @@ from torch import nn
 
 import egeria
 from egeria.controller import choose, spare_cores
-from egeria.controller.process import usable_cores
 from egeria.controller.worker import pack, unpack
 from egeria.events import ReadingDropped, ReferenceRefreshed
 from loops import FAST, Loop
-from menagerie import SPECIMENS, each_supported
+from menagerie import SPECIMENS, each_of_the_first
 from scripted import ScriptedController
 
 
@@ -38,7 +37,7 @@ def sent(thing):
         os.close(file)
 
 
-@each_supported
+@each_of_the_first
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_model_arrives_whole_with_its_ties_and_without_the_hooks_that_watch(specimen):
@@ -54,13 +53,6 @@ def test_a_model_arrives_whole_with_its_ties_and_without_the_hooks_that_watch(sp
         torch.manual_seed(1)
         losses.append(specimen.loss(network(*args, **kwargs)))
     torch.testing.assert_close(*losses)
-
-
-@pytest.mark.parametrize("normalise", [nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm])
-def test_a_model_whose_weights_are_computed_arrives(normalise):
-    model = nn.Sequential(normalise(nn.Linear(4, 4)), nn.Linear(4, 4)).eval()
-    x = torch.randn(2, 4)
-    assert torch.equal(sent(model)(x), model(x))
 
 
 # --- which one is chosen ---
@@ -113,23 +105,6 @@ def test_an_accelerator_takes_the_process_where_a_core_is_spare(monkeypatch):
     assert choose("inline", "auto", nn.Linear(2, 2)).kind == choose("auto", "auto", nn.Linear(2, 2)).kind == "inline"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert spare_cores(Loader()) == 8 - 4 * (5 + 3), "the other ranks of the job need cores too"
-
-
-def test_a_container_s_quota_counts(tmp_path):
-    quota = tmp_path / "cpu.max"
-    quota.write_text("150000 100000\n")
-    assert usable_cores(quota) <= 1.5
-    quota.write_text("max 100000\n")
-    assert usable_cores(quota) == usable_cores(tmp_path / "missing")
-
-
-@pytest.mark.parametrize("setting", ["auto", "cuda"])
-def test_a_reference_on_an_accelerator_is_on_that_of_the_model(setting, monkeypatch):
-    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 1.0)
-    choice = choose("auto", setting, Spread(2, 2))
-    assert (choice.kind, choice.device) == ("inline", "cuda:1")
-    assert choose("process", "auto", Spread(2, 2)).device == "cpu"
-    assert choose("auto", "cuda", nn.Linear(2, 2)).device == "cpu"
 
 
 # --- what the run makes of readings ---

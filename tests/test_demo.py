@@ -44,37 +44,3 @@ def test_the_demo_compares_plain_training_with_egeria(few_digits, monkeypatch, c
     assert journal.num_damaged == 0
     assert [event.step for event in journal.of(events.MetricLogged)] == [2, 4, 6, 8]
     assert (tmp_path / "out" / "seed0" / "report.html").is_file()
-
-
-@pytest.mark.parametrize("arguments", [("--seeds", 0), ("--epochs", 3), ("--epochs", 0)])
-def test_a_demo_that_shows_nothing_is_refused(arguments, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_demo(monkeypatch, *arguments)
-    assert end.value.code == 2 and "at least 1 seed and 4 epochs" in capsys.readouterr().err
-
-
-def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(SystemExit, match=r"pip install 'egeria\[demo\]'"):
-        run_demo(monkeypatch, "--seeds", 1)
-
-
-def test_the_digits_are_split_the_same_way_each_time():
-    pytest.importorskip("sklearn")
-    first, again = demo.load_digits(), demo.load_digits()
-    assert [(len(train), len(test)) for train, test in first] == [(676, 225), (672, 224)]
-    for (train, _), (other, _) in zip(first, again, strict=True):
-        images, labels = train.tensors
-        assert images.shape[1:] == (1, 16, 16)
-        assert set(labels.tolist()) == set(range(5))
-        assert all(torch.equal(a, b) for a, b in zip(train.tensors, other.tensors, strict=True))
-
-
-def test_the_network_of_the_demo_is_recognised_as_pretrained(tmp_path):
-    data = TensorDataset(torch.randn(128, 1, 16, 16), torch.randint(0, 5, (128,)))
-    model = demo.pretrain((data, data), epochs=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with egeria.attach(model, optimizer, total_steps=100, directory=tmp_path) as run:
-        model(data[:8][0]).square().mean().backward()
-        optimizer.step()
-        assert run.plan.moves and len(run.modules) >= 5

@@ -20,17 +20,14 @@ accelerate = pytest.importorskip("accelerate", reason="Accelerate is not install
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
-from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 
-from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
+from egeria import read_journal  # noqa: E402
 from egeria.events import (  # noqa: E402
     CacheUsed,
     Declined,
     IntervalMeasured,
     ModuleFrozen,
-    PlasticityRead,
     RunClosed,
-    RunStarted,
 )
 from egeria.integrations.accelerate import attach  # noqa: E402
 from loops import differences, outside  # noqa: E402
@@ -132,13 +129,6 @@ def test_watching_is_the_loop_alone_bit_for_bit(options):
     assert closed.step == loop.num_updates == loop.steps
 
 
-def test_it_freezes_where_gradients_are_scaled():
-    loop = Loop({"config": FREEZE}, fp16=True).epochs()
-    assert freezes() == [(6, 1), (12, 2)]
-    loop.run.close()
-    assert outside(loop.net) == loop.before
-
-
 def test_the_loss_of_a_step_is_the_mean_of_its_batches():
     config = {**WATCH, "plasticity": {"interval_steps": 1}}
     loop, batch_losses = Loop({"config": config}, gradient_accumulation_steps=3), list[torch.Tensor]()
@@ -148,38 +138,6 @@ def test_the_loss_of_a_step_is_the_mean_of_its_batches():
     first, second = [loss.item() for loss in batch_losses[:3]], [loss.item() for loss in batch_losses[3:]]
     measured = [event.loss for event in read_journal("run").of(IntervalMeasured)]
     assert measured == pytest.approx([sum(first) / 3, sum(second) / 2])
-
-
-def test_a_step_skipped_for_an_overflow_is_not_counted():
-    loop = Loop({"config": WATCH}, fp16=True)
-    original, calls = loop.batch_loss, iter(range(100))
-    loop.batch_loss = lambda batch: original(batch) * (float("inf") if next(calls) == 3 else 1.0)
-    loop.epochs()
-    loop.run.close()
-    assert loop.num_updates == 20
-    assert read_journal("run").of(RunClosed)[0].step == 19
-
-
-def test_a_closed_run_is_saved_as_it_was_before_and_its_place_is_for_the_next(tmp_path):
-    loop = Loop({"config": FREEZE, "directory": tmp_path / "first"}).epochs(2)
-    loop.accelerator.save_state(tmp_path / "best")
-    best = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
-    loop.epochs(begin=2).run.close()
-    loop.accelerator.save_state(tmp_path / "end")
-    loop.accelerator.load_state(tmp_path / "best")  # for a test, which a closed run is not in the way of
-    assert differences(best, dict(loop.net.state_dict())) == []
-    given = {"total_steps": loop.steps, "config": FREEZE, "directory": tmp_path / "second"}
-    with attach(loop.accelerator, loop.model, loop.optimizer, loop.loader, loop.schedule, **given) as run:
-        loop.accelerator.load_state(tmp_path / "end")
-        assert (run.summary().step, run.frozen) == (20, 2)
-
-
-def test_a_crash_leaves_the_model_as_it_was_found():
-    loop = Loop({"config": FREEZE})
-    with pytest.raises(KeyboardInterrupt), loop.run:
-        loop.epochs(3)
-        raise KeyboardInterrupt
-    assert freezes() == [(6, 1), (12, 2)] and outside(loop.net) == loop.before
 
 
 class Tracked(GeneralTracker):
@@ -212,68 +170,6 @@ def test_the_trackers_get_the_scalars_by_optimizer_steps():
     assert (frozen[3], frozen[4], frozen[7], frozen[8], frozen[12]) == (0, 1, 1, 2, 2)
 
 
-def test_wandb_goes_on_counting_the_steps_of_the_loop(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    loop = Loop({"config": FREEZE}, log_with="wandb", project_dir=tmp_path)
-    loop.accelerator.init_trackers("project", init_kwargs={"wandb": {"dir": str(tmp_path)}})
-    for epoch in range(EPOCHS):
-        loop.epochs(epoch + 1, begin=epoch)
-        loop.accelerator.log({"epochs": epoch}, step=epoch)
-        assert wandb.run.step == epoch, "a step of ours would have W&B drop those of the loop"
-    loop.run.close()
-    assert wandb.run.summary["egeria/frozen"] == 2
-    loop.accelerator.end_training()
-
-
-def test_arguments_outside_their_contract_are_errors():
-    loop = Loop()
-    with pytest.raises(ConfigError, match=r"takes the accelerate.Accelerator .* found Net"):
-        attach(loop.model, loop.model, loop.optimizer)
-    with pytest.raises(ConfigError, match="total_steps"):
-        attach(loop.accelerator, loop.model, loop.optimizer, total_steps=0)
-    with pytest.raises(ConfigError, match=r"loader is .* found AcceleratedScheduler\. .*scheduler="):
-        attach(loop.accelerator, loop.model, loop.optimizer, loop.schedule)
-
-
-class DeepSpeedEngine(nn.Module):
-    """As the one of DeepSpeed: a model within, which it trains in flat copies of the parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
-        self.optimizer = torch.optim.SGD([flat], lr=0.1)
-
-
-def test_deepspeed_is_declined_with_the_way_out():
-    engine, accelerator = DeepSpeedEngine(Net()), Accelerator(cpu=True)
-    with pytest.warns(EgeriaWarning, match=r"DeepSpeed \(ZeRO\) .* Use fully_shard"):
-        run = attach(accelerator, engine, engine.optimizer, total_steps=10, directory="run")
-    run.step(1.0)
-    assert run.modules == ()
-    run.close()
-
-
-@pytest.mark.parametrize("way", ["by the accelerator", "in place", "before"])
-def test_a_compiled_model_freezes(way, monkeypatch):
-    torch.compiler.reset()
-    # No freeze of a model this small repays compiling it anew.
-    monkeypatch.setattr("egeria.model.compile.Compilation.repays", lambda *_: None)
-
-    def compiled():
-        model = Net()
-        if way == "in place":
-            model.compile(backend="eager")
-        return torch.compile(model, backend="eager") if way == "before" else model
-
-    plugin = {"dynamo_plugin": TorchDynamoPlugin(backend="eager")} if way == "by the accelerator" else {}
-    loop = Loop({"config": FREEZE}, model=compiled, **plugin).epochs()
-    assert freezes() == [(6, 1), (12, 2)]
-    loop.run.close()
-
-
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["plain", "bf16"])
 def test_the_frozen_front_is_stored_and_served(options, tmp_path):
     computed = Loop({"config": FREEZE, "total_steps": 50}, **options).epochs(10)
@@ -285,15 +181,6 @@ def test_the_frozen_front_is_stored_and_served(options, tmp_path):
     assert differences(stored.end(), computed.end()) == []
     journal = read_journal(tmp_path / "stored")
     assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
-
-
-def test_what_is_prepared_is_evaluated():
-    config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
-    config["controller"] = {"budget_share": 1000.0}
-    Loop({"config": config, "controller": "inline"}, mixed_precision="bf16").epochs().run.close()
-    journal = read_journal("run")
-    assert journal.of(PlasticityRead) and not journal.of(Declined)
-    assert journal.of(RunStarted)[0].rule == "linear"
 
 
 @contextmanager
@@ -335,29 +222,3 @@ def test_two_ranks_freeze_alike_and_watch_without_a_trace(tmp_path):
     steps = first["steps"]
     assert freezes(tmp_path / "frozen") == [(-(-steps * 3 // 10), 1), (-(-steps * 6 // 10), 2)]
     assert not read_journal(tmp_path / "frozen").of(Declined)
-
-
-EXAMPLES = {
-    "accelerate_images": ["--steps", "3"],
-    "accelerate_text_classification": ["--steps", "3", "--accumulate", "2"],
-}
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_with_and_without_its_marked_lines(name):
-    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
-    pytest.importorskip("transformers", reason="Transformers is not installed")
-    source = (Path(__file__).parent.parent / "examples" / f"{name}.py").read_text()
-    lines = source.splitlines()
-    plain = [line for line in lines if not line.endswith("# egeria")]
-    assert 0 < len(lines) - len(plain) <= 3 and "egeria." not in "\n".join(plain)
-    accuracies = []
-    for code in ("\n".join(plain), source):
-        names: dict[str, Any] = {"__name__": name}
-        exec(compile(code, name, "exec"), names)
-        accuracies.append(names["train"](names["parse"](EXAMPLES[name])))
-        AcceleratorState._reset_state(reset_partial_state=True)
-    assert accuracies[0] == accuracies[1]
-    [directory] = Path("egeria_runs").iterdir()
-    started = read_journal(directory).of(RunStarted)[0]
-    assert started.total_steps == 3 and len(started.modules) > 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import warnings
 from pathlib import Path
@@ -17,18 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install egeria[lightning]")
 
 from lightning.pytorch import callbacks as pl_callbacks  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
 from egeria.events import (  # noqa: E402
     CacheUsed,
     Declined,
-    FaultCaught,
     ModuleFrozen,
-    PlasticityRead,
-    ReadingDropped,
-    Resumed,
     RunClosed,
     RunStarted,
 )
@@ -165,85 +159,6 @@ def test_a_checkpoint_of_a_training_without_egeria_is_gone_on_from(tmp_path):
     assert freezes(tmp_path / "run") == [(3, 1), (6, 2)]
 
 
-def test_a_state_of_another_policy_is_left_with_one_warning(tmp_path):
-    stopped = Stops(10, tmp_path / "last.ckpt")
-    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), stopped)
-    with pytest.warns(EgeriaWarning, match="its state in the checkpoint does not fit"):
-        trainer = fit(EgeriaCallback(policy="linear", directory=tmp_path / "second"), ckpt_path=stopped.path)
-    assert trainer.global_step == EPOCHS * BATCHES
-
-
-class Tries(pl_callbacks.LearningRateFinder):
-    """Tries rates within the training, as Lightning's page about it has it."""
-
-    def on_fit_start(self, trainer, pl_module):
-        pass
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 2:
-            self.lr_find(trainer, pl_module)
-
-
-def test_rates_that_are_tried_within_the_training_leave_no_trace(tmp_path):
-    class Rated(Classifier):
-        lr = 0.1
-
-    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "run")
-    finder = Tries(num_training_steps=7)
-    trainer = fit(callback, finder, model=Rated, default_root_dir=tmp_path)
-    assert finder.optimal_lr is not None
-    assert callback.run.summary().step == trainer.global_step == 20
-    assert freezes(tmp_path / "run") == [(6, 1), (12, 2)]
-    assert [(event.step, event.frozen) for event in read_journal(tmp_path / "run").of(Resumed)] == [(10, 1)]
-
-
-def test_a_test_with_an_older_checkpoint_leaves_the_state_of_the_end(tmp_path):
-    class Tested(Classifier):
-        def test_step(self, batch, batch_idx):
-            pass
-
-    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "run")
-    keeps = pl_callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
-    trainer = fit(callback, keeps, model=Tested, enable_checkpointing=True)
-    trainer.test(Tested(), loader(2), ckpt_path=tmp_path / "epoch=1.ckpt", weights_only=True)
-    assert callback.run.summary().step == callback.state_dict()["run"]["clock"]["step"] == 20
-
-
-def rows(folder: Path, *callbacks: Any) -> list[dict[str, str]]:
-    fit(*callbacks, logger=CSVLogger(folder, name="", version=0), log_every_n_steps=2, num_sanity_val_steps=2)
-    with (folder / "version_0" / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
-    plain = rows(tmp_path / "plain")
-    logged = rows(tmp_path / "watched", EgeriaCallback(config=WATCH, directory=tmp_path / "run"))
-    ours = [row for row in logged if row["egeria/frozen"]]
-    rest = [{name: value for name, value in row.items() if name in plain[0]} for row in logged if row not in ours]
-    assert rest == plain and len(ours) > 3
-
-
-def test_the_loggers_get_the_scalars_at_the_steps_of_the_trainer(tmp_path):
-    logged = rows(tmp_path, EgeriaCallback(config=FREEZE, directory=tmp_path / "run"))
-    frozen = {int(row["step"]): float(row["egeria/frozen"]) for row in logged if row["egeria/frozen"]}
-    assert (frozen[5], frozen[6], frozen[11], frozen[12], frozen[20]) == (0, 1, 1, 2, 2)
-    assert any(float(row["egeria/params_frozen"] or 0) > 0 for row in logged)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_report_goes_to_loggers_that_take_files(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="MLflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    from lightning.pytorch.loggers import MLFlowLogger  # noqa: PLC0415 (it imports MLflow)
-
-    logger = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlflow'}")
-    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run"), logger=logger, log_every_n_steps=2)
-    history = logger.experiment.get_metric_history(logger.run_id, "egeria/frozen")
-    assert {entry.step: entry.value for entry in history}[20] == 2
-    assert [Path(entry.path).name for entry in logger.experiment.list_artifacts(logger.run_id, "egeria")]
-
-
 class Parts(Classifier):
     """Two parts that `training_step` calls one by one."""
 
@@ -302,24 +217,12 @@ class Manual(Classifier):
         optimizer.step()
 
 
-class Thaws(pl_callbacks.BaseFinetuning):
-    """Trains the front later."""
-
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 2:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
-
 class DeepSpeedStrategy(SingleDeviceStrategy):
     """By its name one of those that egeria does not follow."""
 
 
 DECLINED: dict[str, Any] = {
     "SWA": (Classifier, [lambda: pl_callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)], "averages"),
-    "finetuning": (Classifier, [Thaws], "freezes and thaws layers itself"),
     "accumulation": (
         Classifier,
         [lambda: pl_callbacks.GradientAccumulationScheduler({0: 1, 2: 2})],
@@ -350,27 +253,6 @@ def test_what_cannot_be_followed_is_declined_with_one_warning(case, tmp_path):
     assert differences(end_of(trainer), plain) == []
 
 
-def test_steps_without_a_loss_are_counted(tmp_path):
-    class Skips(Classifier):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return None if batch_idx == 2 else loss
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of Lightning, and ours that a loss is not finite
-        trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=Skips)
-    assert trainer.global_step == read_journal(tmp_path).of(RunClosed)[0].step == 20
-    assert freezes(tmp_path) == [(6, 1), (12, 2)]
-
-
-def test_endless_training_has_no_length(tmp_path):
-    config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
-    callback = EgeriaCallback(config=config, controller="inline", directory=tmp_path)
-    trainer = fit(callback, Stops(11, tmp_path / "last.ckpt"), max_epochs=-1)
-    assert trainer.global_step == 11
-    assert read_journal(tmp_path).of(RunStarted)[0].total_steps is None
-
-
 class Endless(IterableDataset):
     """Has no length."""
 
@@ -392,22 +274,6 @@ def test_a_loader_without_a_length_is_told_what_gives_the_training_one(tmp_path)
     assert freezes(tmp_path / "steps") == freezes(tmp_path / "limited") == [(6, 1), (12, 2)]
 
 
-def test_a_plan_in_epochs_follows_whole_epochs_alone(tmp_path):
-    def train(folder: str, data: Any, **options: Any) -> None:
-        callback = EgeriaCallback(config={"policy": {"plan": "epoch 1:1"}}, directory=tmp_path / folder)
-        trainer_of(callback, **options).fit(Classifier(), data, loader(2))
-
-    train("whole", loader(), accumulate_grad_batches=2)
-    steps = -(-len(loader()) // 2)
-    assert freezes(tmp_path / "whole")[0] == (steps, 1)
-    for folder, data, options in (
-        ("limited", loader(), {"limit_train_batches": 2}),
-        ("endless", DataLoader(Endless(), batch_size=BATCH), {"max_steps": 20}),
-    ):
-        with pytest.warns(EgeriaWarning, match=r"epochs of its plan need one loader.*Give it in steps"):
-            train(folder, data, **options)
-
-
 def test_a_fast_development_run_leaves_nothing_behind(tmp_path):
     fit(EgeriaCallback(), fast_dev_run=2)
     assert not list(tmp_path.rglob("*.jsonl")) and not (tmp_path / "egeria_runs").exists()
@@ -424,18 +290,6 @@ def test_a_crash_leaves_the_model_as_it_was_found(error, tmp_path):
     found, expected = outside(model.net), before
     found.pop("modes"), expected.pop("modes")  # those of the training, in which it stopped
     assert found == expected and model.training
-
-
-def test_fitting_twice_makes_two_runs(tmp_path):
-    torch.manual_seed(0)
-    model, callback = Classifier(), EgeriaCallback(config=FREEZE)
-    trainer = trainer_of(callback)
-    trainer.fit(model, loader(), loader(2))
-    trainer.fit_loop.max_epochs = 2 * EPOCHS
-    trainer.fit(model, loader(), loader(2))
-    journals = [read_journal(path) for path in sorted(Path("egeria_runs").iterdir())]
-    assert [journal.of(RunStarted)[0].total_steps for journal in journals] == [20, 20]
-    assert [len(journal.of(ModuleFrozen)) for journal in journals] == [2, 2]
 
 
 class Silent(Classifier):
@@ -486,20 +340,6 @@ def test_the_frozen_front_is_stored_and_served(tmp_path):
     assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
 
 
-@pytest.mark.parametrize("both", [lambda: {"a": loader(), "b": loader()}, lambda: [loader(), loader()]])
-def test_several_loaders_are_not_taken_for_one_with_as_many_batches(both, tmp_path):
-    class Several(Classifier):
-        def training_step(self, batch, batch_idx):
-            first, second = batch.values() if isinstance(batch, dict) else batch
-            return super().training_step(first, batch_idx) + super().training_step(second, batch_idx)
-
-    trainer = trainer_of(EgeriaCallback(config=FREEZE, directory=tmp_path))
-    trainer.fit(Several(), both(), loader(2))
-    [started] = read_journal(tmp_path).of(RunStarted)
-    assert started.total_steps == trainer.global_step == 20
-    assert started.environment["steps_per_epoch"] is None
-
-
 def fit_on_ranks(
     folder: str, config: dict[str, Any] | None, options: dict[str, Any], *callbacks: Any
 ) -> dict[str, Any]:
@@ -530,70 +370,3 @@ def test_two_ranks_freeze_alike_and_watch_without_a_trace(tmp_path):
     steps = first["step"]
     assert freezes(tmp_path / "frozen") == [(-(-steps * 3 // 10), 1), (-(-steps * 6 // 10), 2)]
     assert not read_journal(tmp_path / "frozen").of(Declined)
-
-
-@pytest.mark.filterwarnings("ignore:.*log_every_n_steps:UserWarning")
-def test_the_example_trains_with_and_without_its_marked_lines():
-    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
-    source = (Path(__file__).parent.parent / "examples" / "lightning_images.py").read_text()
-    lines = source.splitlines()
-    plain = [line for line in lines if not line.endswith("# egeria")]
-    assert 0 < len(lines) - len(plain) <= 3
-    accuracies = []
-    for code in ("\n".join(plain), source):
-        names: dict[str, Any] = {"__name__": "lightning_images"}
-        exec(compile(code, "lightning_images", "exec"), names)
-        accuracies.append(names["train"](names["parse"](["--steps", "21"])))
-    assert accuracies[0] == accuracies[1]
-    [directory] = Path("egeria_runs").iterdir()
-    assert read_journal(directory).of(RunClosed)[0].step == 21
-
-
-def test_what_runs_in_sixteen_bits_is_evaluated(tmp_path):
-    config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
-    config["controller"] = {"budget_share": 1000.0}
-    fit(EgeriaCallback(config=config, controller="inline", directory=tmp_path), precision="bf16-mixed")
-    journal = read_journal(tmp_path)
-    assert journal.of(PlasticityRead) and not journal.of(Declined)
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [{"model": Whole}, {"model": Parts, "watched": "net"}], ids=["itself", "part"])
-def test_two_ranks_follow_a_module_that_calls_itself_and_a_part(options, tmp_path):
-    first, second = run_ranks(fit_on_ranks, str(tmp_path), FREEZE, options)
-    weights = [{k: v for k, v in end.items() if k != "random" and "running" not in k} for end in (first, second)]
-    assert differences(*weights) == []
-    assert freezes(tmp_path) == [(6, 1), (12, 2)]
-    assert not read_journal(tmp_path).of(Declined)
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(300)
-def test_two_ranks_read_plasticity(tmp_path):
-    config = {"plasticity": {"interval_steps": 2, "window": 2}, "controller": {"budget_share": 1000.0}}
-    run_ranks(fit_on_ranks, str(tmp_path), {**config, "policy": {"name": "egeria"}}, {"model": Whole})
-    journal = read_journal(tmp_path)
-    assert journal.of(PlasticityRead)
-    assert not journal.of(Declined) and not journal.of(FaultCaught) and not journal.of(ReadingDropped)
-
-
-def test_pytorch_lightning_is_the_same(tmp_path):
-    older = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
-
-    class Older(older.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch, batch_idx):
-            return functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    callback = EgeriaCallback(config=FREEZE, directory=tmp_path)
-    trainer = older.Trainer(callbacks=[callback], max_epochs=EPOCHS, accelerator="cpu", **dict.fromkeys(quiet, False))
-    trainer.fit(Older(), loader())
-    assert freezes(tmp_path) == [(6, 1), (12, 2)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from egeria.events import (
     Declined,
     FaultCaught,
     IntervalMeasured,
-    ModuleFrozen,
     Resumed,
     RunClosed,
     RunStarted,
@@ -187,22 +184,6 @@ def test_entries_of_the_log_have_the_numbers_of_egeria_too(tmp_path):
     assert not [key for entry in silent.state.log_history for key in entry if key.startswith("egeria/")]
 
 
-def test_the_report_goes_to_a_tracker_that_takes_files(tmp_path):
-    kept = []
-
-    class Tracking(TrainerCallback):
-        """Holds its tracker as Trainer's own callback for W&B does."""
-
-        _wandb = SimpleNamespace(
-            log=print,
-            define_metric=print,
-            log_artifact=lambda folder, **names: kept.extend(path.name for path in Path(folder).iterdir()),
-        )
-
-    trainer(tmp_path, EgeriaCallback(FREEZE), callbacks=[Tracking()]).train()
-    assert "report.html" in kept
-
-
 def stop(error):
     def raise_it(model):
         raise error
@@ -269,119 +250,6 @@ def test_without_a_state_that_fits_a_resumed_training_begins_anew_with_a_warning
     assert egeria.read_journal(tmp_path / "egeria-2").of(RunStarted)[0].total_steps == 11
 
 
-def test_checkpoints_that_are_kept_have_its_file(tmp_path):
-    trained, _, _ = train_watched(
-        tmp_path,
-        FREEZE,
-        save_strategy="steps",
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-    )
-    checkpoints = sorted(tmp_path.glob("checkpoint-*"))
-    assert len(checkpoints) == 2 and all((entry / STATE_FILE).is_file() for entry in checkpoints)
-    best = transformers.BertForSequenceClassification.from_pretrained(trained.state.best_model_checkpoint)
-    theirs = best.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in trained.model.state_dict().items())
-    assert all(parameter.requires_grad for parameter in trained.model.parameters())
-
-
-class Terminated(TrainerCallback):
-    """Asks for a checkpoint as SIGTERM does, at an event of the step that begins behind another one."""
-
-    def __init__(self, event, behind):
-        setattr(self, event, self.ask)
-        self.behind, self.trainer = behind, None
-
-    def ask(self, args, state, control, **kwargs):
-        if state.global_step == self.behind:
-            found = [getattr(entry, "jit_manager", None) for entry in self.trainer.callback_handler.callbacks]
-            next(entry for entry in found if entry).is_checkpoint_requested = True
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step"])
-def test_a_checkpoint_just_in_time_is_gone_on_from(event, tmp_path):
-    def steady():
-        set_seed(0)
-        return bert(**STEADY)
-
-    whole, _, frozen = train_watched(tmp_path / "whole", FREEZE, model=steady())
-    at = 8
-    asks = Terminated(event, behind=at - 1)
-    callback = EgeriaCallback(FREEZE)
-    cut = trainer(tmp_path, callback, model=steady(), callbacks=[asks], enable_jit_checkpoint=True)
-    asks.trainer = cut
-    cut.train()
-    step = at - 1 if event == "on_step_begin" else at
-    assert cut.state.global_step == at
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
-    last, again = resumed(tmp_path, EgeriaCallback(FREEZE), step=step, model=steady())
-    assert again == {count: depth for count, depth in frozen.items() if count > step}
-    assert losses(last)[step - whole.state.max_steps :] == losses(whole)[step:]
-    theirs = whole.model.state_dict()
-    assert not [name for name, value in last.model.state_dict().items() if not torch.equal(value, theirs[name])]
-    assert [event.step for event in assert_clean(tmp_path / "egeria").of(Resumed)] == [step]
-
-
-def test_a_callback_that_is_sent_to_another_process_follows_there(tmp_path, monkeypatch):
-    sent = pickle.dumps(EgeriaCallback(FREEZE))
-    monkeypatch.setattr(Trainer, "_inner_training_loop", Trainer._inner_training_loop.__wrapped__)  # as it is there
-    trainer(tmp_path, pickle.loads(sent)).train()
-    assert [event.step for event in assert_clean(tmp_path / "egeria").of(ModuleFrozen)] == [4, 8]
-
-
-def test_a_smaller_batch_begins_anew(tmp_path):
-    trains = []
-
-    class OutOfMemory(Trainer):
-        """Fails as a device without memory does, while the batch is large."""
-
-        def _prepare_for_training(self, *args, **kwargs):
-            trains.append(all(parameter.requires_grad for parameter in self.model.parameters()))
-            return super()._prepare_for_training(*args, **kwargs)
-
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            if len(inputs["labels"]) > 3 and self.state.global_step == 6:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    trained, _, frozen = train_watched(tmp_path, FREEZE, kind=OutOfMemory, auto_find_batch_size=True)
-    assert trained._train_batch_size == 3 and trained.state.global_step == 16
-    first = egeria.read_journal(tmp_path / "egeria")
-    assert [event.step for event in first.of(RunClosed)] == [6] and len(first.of(ModuleFrozen)) == 1
-    assert trains == [True, True]  # as what wraps the model in DistributedDataParallel finds it
-    journal = assert_clean(tmp_path / "egeria-2")
-    assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
-    assert frozen[16] == 2
-
-
-def fresh():
-    return bert()
-
-
-class Trial(dict):
-    """One of Optuna's, as far as Trainer looks at it."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number, self.params = number, {}
-
-
-def test_trials_of_a_search_have_runs_of_their_own(tmp_path):
-    trained = trainer(tmp_path, EgeriaCallback(FREEZE), save_strategy="steps", save_steps=8)
-    trained.model_init = fresh
-    trained.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
-    trained.hp_space = lambda trial: {"learning_rate": 1e-3 * (1 + trial.number)}
-    for number in range(2):
-        trained.train(trial=Trial(number))
-        folder = tmp_path / f"run-{number}"
-        assert (folder / "checkpoint-16" / STATE_FILE).is_file()
-        journal = assert_clean(folder / "egeria")
-        assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
-
-
 def test_a_fault_of_ours_does_not_stop_the_trainer(tmp_path, monkeypatch):
     plain = trainer(tmp_path / "plain")
     plain.train()
@@ -410,89 +278,6 @@ def test_what_cannot_be_followed_is_declined_with_the_reason(tmp_path):
     with pytest.warns(EgeriaWarning, match="freezing: DataParallel copies the model"):
         trained.train()
     assert trained.state.global_step == 16
-
-
-def lora(model):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
-
-
-class Backward:
-    """Counts the backward passes through a module."""
-
-    def __init__(self, module):
-        self.count = 0
-        module.register_full_backward_hook(self._note)
-
-    def _note(self, module, received, sent):
-        self.count += 1
-
-
-def test_lora_with_gradients_at_the_input_saves_the_backward_pass(tmp_path):
-    set_seed(0)
-    model = lora(bert())
-    model.enable_input_require_grads()
-    count = Backward(model.get_submodule("base_model.model.bert.encoder.layer.0.output"))
-    _trained, _callback, frozen = train_watched(tmp_path, FREEZE, model=model)
-    journal = egeria.read_journal(tmp_path / "egeria")
-    assert frozen[16] == 2 and not journal.of(FaultCaught)
-    assert count.count <= 6  # 16 without
-
-
-def tokenizer(folder):
-    """Return a tokenizer of numbers as words."""
-    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
-    words |= {str(number): len(words) + number for number in range(45)}
-    return transformers.BertTokenizerFast(vocab=words)
-
-
-def test_trl_s_trainer(tmp_path):
-    trl = pytest.importorskip("trl", reason="trl is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    set_seed(0)
-    shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=2, eos_token_id=3))
-    words = tokenizer(tmp_path)
-    words.eos_token = "[SEP]"
-    data = datasets.Dataset.from_dict({"text": ["1 2 3 4 5 6 7", "7 6 5 4 3 2"] * 32})
-    callback = EgeriaCallback(FREEZE)
-    watch = Watch(callback)
-    trained = trl.SFTTrainer(
-        model=model,
-        args=arguments(tmp_path / "out", trl.SFTConfig, max_length=16, bf16=False),
-        train_dataset=data,
-        processing_class=words,
-        callbacks=[callback, watch],
-    )
-    trained.train()
-    assert watch.frozen[16] == 2
-    assert_clean(tmp_path / "out" / "egeria")
-    assert trained.state.log_history[-2]["egeria/frozen"] == 2
-
-
-def test_sentence_transformers_trainer(tmp_path):
-    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    set_seed(0)
-    bert().bert.save_pretrained(tmp_path / "bert")
-    tokenizer(tmp_path).save_pretrained(tmp_path / "bert")
-    parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="an older release")
-    losses_of = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="an older release")
-    words = parts.Transformer(str(tmp_path / "bert"))
-    model = library.SentenceTransformer(modules=[words, parts.Pooling(16)], device="cpu")
-    data = datasets.Dataset.from_dict({"anchor": ["1 2 3", "4 5 6"] * 32, "positive": ["1 2 4", "4 5 7"] * 32})
-    callback = EgeriaCallback(FREEZE)
-    watch = Watch(callback)
-    trained = library.SentenceTransformerTrainer(
-        model=model,
-        args=arguments(tmp_path / "out", library.SentenceTransformerTrainingArguments),
-        train_dataset=data,
-        loss=losses_of.MultipleNegativesRankingLoss(model),
-        callbacks=[callback, watch],
-    )
-    trained.train()
-    assert watch.frozen[16] == 2
-    assert_clean(tmp_path / "out" / "egeria")
 
 
 def train_in_ranks(folder, config, changes):
@@ -533,17 +318,6 @@ def test_two_ranks_train_as_without_it_and_freeze_alike(changes, tmp_path):
     assert all((first[2][name] == value).all() for name, value in second[2].items())
     assert first[3] and second[3]
     assert_clean(tmp_path / "egeria")
-
-
-@pytest.mark.dist
-def test_two_ranks_go_on_as_if_uninterrupted(tmp_path):
-    saves = {"save_strategy": "steps", "save_steps": 10}
-    whole = ranks(tmp_path, JUDGE, **saves)
-    assert whole[0][1][16] > 0
-    last = ranks(tmp_path, JUDGE, **saves, resume=str(tmp_path / "checkpoint-10"))
-    for mine, theirs in zip(last, whole, strict=True):
-        assert mine[0] == theirs[0]
-        assert all((mine[2][name] == value).all() for name, value in theirs[2].items())
 
 
 @pytest.mark.dist

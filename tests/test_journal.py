@@ -7,84 +7,34 @@ import json
 import math
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria import EgeriaWarning, Journal, JournalError, events, read_journal
+from egeria import EgeriaWarning, JournalError, events, read_journal
 from egeria.journal import FILE_NAME, Recorder
 
-EXAMPLES = [
-    events.RunStarted(
-        step=0,
-        config={"plasticity": {"window": 3}},
-        modules=[{"name": "stem", "num_parameters": 4}],
-        trainable=[True],
-        deepest_freeze=0,
-        rule="step",
-        total_steps=None,
-        interval_steps=10,
-        environment={"torch": "“2”"},
-    ),
-    events.IntervalMeasured(
-        step=10,
-        evaluation=1,
-        loss=None,
-        num_steps=10,
-        num_bad_losses=10,
-        learning_rate=0.1,
-        frozen=0,
-        iteration_wall_s=0.5,
-        iteration_cpu_s=0.25,
-        overhead_wall_s=0.125,
-        overhead_cpu_s=0.0625,
-    ),
-    events.PlasticityRead(
-        step=10,
-        evaluation=1,
-        module=0,
-        name="stem",
-        value=1.25e-7,
-        smoothed=0.1 + 0.2,
-        slope=None,
-        tolerance=0.2,
-        stationary=0,
-        wall_s=0.1,
-        cpu_s=0.1,
-    ),
-    events.ReadingDropped(step=10, evaluation=1, module=0, reason="line\nbreak"),
-    events.StageChanged(step=20, stage="knowledge-guided", reason="settled"),
-    events.ModuleFrozen(step=30, module=0, name="stem", frozen=1, reason="stationary", parameter_share=0.5),
-    events.Thawed(step=40, frozen_before=1, reason="the rate fell", window=2),
-    events.DepthRefused(step=40, asked=2, reason="it would save 1 s, and compiling took 2 s"),
-    events.ReferenceRefreshed(step=40, evaluation=4, builder="fp32 snapshot", wall_s=0.1, cpu_s=0.1),
-    events.Declined(step=41, what="the cache", reason="none"),
-    events.FaultCaught(step=42, where="reading", error="ValueError: no", count=1),
-    events.MetricLogged(step=43, values={"accuracy": 0.5}),
-    events.ControllerChosen(step=0, controller="process", reason="two cores are spare"),
-    events.RungTaken(step=43, before="int8", after="fp32", reason="too coarse"),
-    events.IntervalChanged(step=43, before=4, after=20, reason="over the budget"),
-    events.CacheDecided(step=43, boundary="layer1", generation=1, mode="stored", reason="it pays"),
-    events.CacheUsed(
-        step=43,
-        boundary="layer1",
-        generation=1,
-        hits=10,
-        misses=2,
-        repeats=11,
-        batches=3,
-        size_bytes=300,
-        checks=1,
-        largest_error=1e-7,
-        damaged=0,
-    ),
-    events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
-    events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
-    events.PlanMade(step=1, plan="0.5:1", reason="given by the user", skipped_share=0.1),
-]
-READ, FROZEN = EXAMPLES[2], EXAMPLES[5]
+VALUES = {
+    "int": 3,
+    "float": 0.1 + 0.2,
+    "bool": True,
+    "str": "“line”\nbreak",
+    "list[bool]": [True],
+    "dict[str, float]": {"accuracy": 0.5},
+    "dict[str, Any]": {"plasticity": {"window": 3}},
+    "list[dict[str, Any]]": [{"name": "stem", "share": 0.5}],
+}
+"""By the type of a field."""
+
+
+def example(kind):
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    return kind(**{name: None if "None" in found else VALUES[found] for name, found in fields.items()})
+
+
+EXAMPLES = [example(kind) for kind in events.EVENT_TYPES.values()]
+READ, FROZEN = example(events.PlasticityRead), example(events.ModuleFrozen)
 OPENED = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION, "time": 1.0}
 
 
@@ -116,10 +66,6 @@ def write_lines(directory, *lines):
     (directory / FILE_NAME).write_text(text, encoding="utf-8")
 
 
-def test_there_is_an_example_of_every_kind_of_event():
-    assert {type(event) for event in EXAMPLES} == set(events.EVENT_TYPES.values())
-
-
 def test_a_journal_gives_its_events_in_order_and_by_kind(tmp_path):
     write(tmp_path / "made" / "on the way", *EXAMPLES)
     journal = read_journal(tmp_path / "made" / "on the way")
@@ -128,26 +74,6 @@ def test_a_journal_gives_its_events_in_order_and_by_kind(tmp_path):
     assert journal.first(events.ModuleFrozen) == FROZEN
     assert read_journal(journal.directory / FILE_NAME) == journal
     assert journal.num_damaged == 0
-
-
-def test_the_first_event_of_a_kind_that_is_missing_is_none(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    assert read_journal(tmp_path).first(events.Thawed) is None
-    assert read_journal(tmp_path).of(events.Thawed) == []
-
-
-def test_an_event_can_be_read_as_soon_as_it_is_written(tmp_path):
-    recorder = Recorder(tmp_path)
-    for count in (1, 2, 3):
-        recorder.write(logged(count=count))
-        assert len(read_journal(tmp_path)) == count
-    recorder.close()
-
-
-def test_a_second_writer_appends(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    write(tmp_path, logged(a=2.0))
-    assert [event.values["a"] for event in read_journal(tmp_path)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
@@ -163,15 +89,6 @@ def test_a_torn_last_line_costs_one_event_and_the_next_writer_starts_afresh(kept
     assert ([event.values["a"] for event in reopened], reopened.num_damaged) == ([1.0, 3.0], 1)
 
 
-def test_a_line_torn_only_of_its_end_is_whole(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    path = tmp_path / FILE_NAME
-    path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    write(tmp_path, logged(a=2.0))
-    journal = read_journal(tmp_path)
-    assert ([event.values["a"] for event in journal], journal.num_damaged) == ([1.0, 2.0], 0)
-
-
 FOREIGN = ["no json", "\x00\x00\x00", "[" * 100_000, "1" * 5000, "3", "[]", "null", {"step": 3}, {"event": "frozen"}]
 FOREIGN += [{"event": kind, "step": 3} for kind in ("of another program", [], None)]
 
@@ -180,14 +97,6 @@ def test_foreign_lines_are_counted_and_left_out(tmp_path):
     write_lines(tmp_path, OPENED, *FOREIGN, logged(a=1.0).to_dict(), "", "  ")
     journal = read_journal(tmp_path)
     assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], len(FOREIGN))
-
-
-def test_bytes_that_are_no_text_damage_their_line_alone(tmp_path):
-    write(tmp_path, logged(a=1.0))
-    path = tmp_path / FILE_NAME
-    path.write_bytes(b"\xff\xfe\n" + path.read_bytes())
-    journal = read_journal(tmp_path)
-    assert (len(journal), journal.num_damaged) == (1, 1)
 
 
 def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
@@ -243,16 +152,6 @@ def test_a_directory_that_cannot_be_made_is_told_once(tmp_path):
     assert "Training continues" in message and "writable `directory`" in message
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_real_full_device_is_told_once(tmp_path):
-    (tmp_path / FILE_NAME).symlink_to("/dev/full")
-    with warned() as failures:
-        recorder = Recorder(tmp_path)
-        recorder.write(FROZEN)
-        recorder.close()
-    assert len(failures) == 1
-
-
 def test_an_event_that_is_no_plain_value_raises_nothing(tmp_path):
     with warned() as failures:
         recorder = Recorder(tmp_path)
@@ -261,16 +160,6 @@ def test_an_event_that_is_no_plain_value_raises_nothing(tmp_path):
         recorder.close()
     assert len(failures) == 1
     assert read_journal(tmp_path).events == (logged(a=1.0),)
-
-
-def test_after_closing_nothing_is_written(tmp_path):
-    with warned() as failures:
-        recorder = Recorder(tmp_path)
-        recorder.close()
-        recorder.close()
-        recorder.write(FROZEN)
-    assert failures == []
-    assert read_journal(tmp_path) == Journal(directory=tmp_path, events=(), num_damaged=0)
 
 
 def test_what_is_declined_again_is_written_once_by_each_process():

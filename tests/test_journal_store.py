@@ -95,21 +95,6 @@ def test_the_store_has_the_journal_at_each_state_and_at_the_end_and_the_report_r
     assert main(["report", URL]) == 0 and f"{URL}/report.html" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_folders_in_the_directory_such_as_the_cache_stay_here():
-    training = Training().go(4)
-    cache = training.run.directory / "cache"
-    cache.mkdir()
-    (cache / "rows").write_bytes(b"many")
-    training.run.close()
-    assert list(MemoryFileSystem.store) == ["/bucket/run/journal.jsonl"]
-
-
-def test_a_directory_of_files_is_made(tmp_path):
-    training = Training(f"file://{tmp_path}/new/run").go(4)
-    training.run.close()
-    assert (tmp_path / "new" / "run" / "journal.jsonl").read_bytes() == training.local()
-
-
 def test_a_store_that_goes_away_costs_one_warning_and_no_step():
     training = Training("away://me:hunter2@bucket/run").go(30)
     Away.is_away = True
@@ -125,16 +110,6 @@ def test_a_store_that_goes_away_costs_one_warning_and_no_step():
         egeria.read_journal("away://bucket/run")
 
 
-def test_a_store_that_is_back_has_all_of_it():
-    training = Training("away://bucket/run").go(10)
-    Away.is_away = True
-    with pytest.warns(EgeriaWarning, match="copy the journal"):
-        training.run.state_dict()
-    Away.is_away = False
-    training.go(10).run.close()
-    assert egeria.read_journal("away://bucket/run").events == egeria.read_journal(training.run.directory).events
-
-
 def test_what_the_store_has_is_not_replaced_where_it_could_not_be_read():
     first = Training("away://bucket/run").go(10)
     first.run.close()
@@ -146,13 +121,6 @@ def test_what_the_store_has_is_not_replaced_where_it_could_not_be_read():
     Away.is_away = False
     second.go(10).run.close()
     assert stored(url="away://bucket/run") == kept and egeria.read_journal(second.run.directory).of(RunClosed)
-
-
-def test_an_unknown_protocol_trains_on():
-    with pytest.warns(EgeriaWarning, match="nowhere://bucket/run"):
-        training = Training("nowhere://bucket/run")
-    training.go(60).run.close()
-    assert training.run.frozen == 0 and egeria.read_journal(training.run.directory).of(ModuleFrozen)
 
 
 def test_another_host_goes_on_behind_what_the_store_has(tmp_path, monkeypatch):
@@ -168,22 +136,3 @@ def test_another_host_goes_on_behind_what_the_store_has(tmp_path, monkeypatch):
     assert [event.step for event in journal.of(IntervalMeasured)] == list(range(2, 61, 2))
     summary = Summary.from_events(journal)
     assert (summary.num_resumed, summary.first_step) == (1, 0)
-
-
-def test_a_host_that_comes_back_takes_over_what_another_wrote_meanwhile(tmp_path, monkeypatch):
-    first = Training().go(20)
-    state = first.run.state_dict()
-    del first
-    with monkeypatch.context() as elsewhere:
-        another_host(tmp_path, elsewhere)
-        second = Training()
-        second.run.load_state_dict(state)
-        state = second.go(20).run.state_dict()
-        del second
-    third = Training()
-    third.run.load_state_dict(state)
-    third.go(20).run.close()
-    assert stored() == third.local()
-    journal = egeria.read_journal(URL)
-    steps = [event.step for event in journal.of(IntervalMeasured)]
-    assert steps == list(range(2, 61, 2)) and Summary.from_events(journal).num_resumed == 2

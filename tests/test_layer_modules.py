@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50
-from benchmarks.models.segmentation import deeplabv3, unet
+from benchmarks.models.segmentation import deeplabv3
 from examples.resnet import cifar_resnet
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from cuts import check_partition, cut, numbered, on_meta, watched
 from egeria.errors import UnsupportedModelError
 from egeria.model.cut import make_modules
-from egeria.model.group import group_atoms, split_evenly
+from egeria.model.group import group_atoms
+
+
+def cut(model, **options):
+    """The submodules of each layer module, by its name, before a pass; each parameter is in exactly one of them."""
+    modules = make_modules(model, **options)
+    parameters = [name for module in modules for name in module.parameters]
+    assert sorted(parameters) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert sum(module.num_parameters for module in modules) == sum(p.numel() for p in model.parameters())
+    assert sum(module.share for module in modules) == pytest.approx(1)
+    assert all(module.tap in module.submodules and module.reason.endswith(".") for module in modules)
+    return {module.name: list(module.submodules) for module in modules}
+
+
+def numbered(prefix, start, stop):
+    return [f"{prefix}.{i}" for i in range(start, stop)]
+
+
+def on_meta(build, *arguments, **options):
+    with torch.device("meta"):
+        return build(*arguments, **options)
 
 
 def blocks_of(model):
@@ -46,17 +61,6 @@ def test_resnet56_is_cut_into_the_seven_modules_of_figure_11():
     ]
 
 
-@pytest.mark.parametrize("shortcut", ["pad", "project"])
-def test_resnet20_and_resnet8(shortcut):
-    assert cut(cifar_resnet(20, shortcut=shortcut)) == {
-        "layer1": ["conv1", "bn1", *numbered("layer1", 0, 3)],
-        "layer2": numbered("layer2", 0, 3),
-        **{f"layer3.{index}": [f"layer3.{index}"] for index in range(2)},
-        "layer3.2": ["layer3.2", "linear"],
-    }
-    assert list(cut(cifar_resnet(8, shortcut=shortcut))) == ["layer1.0", "layer2.0", "layer3.0"]
-
-
 def test_resnet50_mobilenet_and_deeplab():
     assert list(cut(on_meta(resnet50))) == ["layer1", "layer2", "layer3", "layer4.0", "layer4.1", "layer4.2"]
     model = on_meta(mobilenet_v2)
@@ -75,77 +79,7 @@ def test_resnet50_mobilenet_and_deeplab():
     assert modules["backbone.layer4.2"] == ["backbone.layer4.2", *numbered("classifier", 0, 3)]
 
 
-def test_unet_is_cut_in_execution_order():
-    model = unet(width=8)
-    watch = watched(model, lambda model, i: model(torch.randn(1, 1, 16, 16)).sum())
-    assert cut(model)["decoders.0"] == [*numbered("upsamplers", 0, 3), "decoders.0"]
-    found = {"decoders.0": ["upsamplers.0", "decoders.0"], "decoders.1": ["upsamplers.1", "decoders.1"]}
-    modules = cut(model, watch=watch)
-    assert list(modules) == [*numbered("encoders", 0, 3), "bottleneck", *numbered("decoders", 0, 3)]
-    assert modules == {**modules, **found} and modules == cut(model, order=list(watch.order))
-
-
-# --- plain networks: units are atoms ---
-
-
-def test_each_linear_of_a_plain_sequence_is_an_atom():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8))
-    assert cut(model) == {"0": ["0"], "2": ["1", "2"], "5": ["3", "4", "5"]}
-
-
-def test_normalisation_joins_the_unit_in_front_and_is_its_tap():
-    model = nn.Sequential(
-        nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()
-    )
-    assert cut(model) == {"1": ["0", "1", "2"], "4": ["3", "4", "5"]}
-    assert [module.tap for module in make_modules(model)] == ["2", "4"]
-
-
-def test_composites_without_repetition_are_taken_apart_but_not_those_of_torch():
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.attention = nn.Embedding(10, 8), nn.MultiheadAttention(8, 2)
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x):
-            return x
-
-    model = nn.Sequential(Encoder(), nn.LSTM(8, 8))
-    assert cut(model) == {"0.embed": ["0.embed"], "0.attention": ["0.attention", "0.norm"], "1": ["1"]}
-    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3)]
-    assert list(cut(nn.Sequential(*layers))) == ["0", "1", "2"], "parametrized layers are not taken apart"
-
-
 # --- transformers ---
-
-
-class Transformer(nn.Module):
-    """Tokens and positions as parameters of the model itself, blocks of torch, a head."""
-
-    def __init__(self, depth=6, width=8):
-        super().__init__()
-        self.token, self.position = (nn.Parameter(torch.zeros(1, count, width)) for count in (1, 5))
-        self.patch = nn.Conv1d(3, width, 2, 2)
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x):
-        return x
-
-
-def test_without_a_pass_direct_parameters_belong_to_the_front():
-    modules = make_modules(Transformer())
-    check_partition(Transformer(), modules)
-    assert modules[0].parameters[:4] == ("token", "position", "patch.weight", "patch.bias")
-    assert list(modules[0].submodules) == ["patch", *numbered("encoder.layers", 0, 2)]
-    assert list(modules[-1].submodules) == ["encoder.layers.5", "head"]
-
-
-def test_two_towers_of_one_class_are_stages_and_their_layers_the_atoms():
-    model = nn.ModuleDict({"left": Transformer(), "right": Transformer()})
-    assert blocks_of(model) == [*numbered("left.encoder.layers", 0, 6), *numbered("right.encoder.layers", 0, 6)]
 
 
 def test_torch_transformer_has_encoder_before_decoder():
@@ -159,35 +93,46 @@ def test_torch_transformer_has_encoder_before_decoder():
     }
 
 
-def test_experts_inside_a_block_do_not_make_it_a_stage():
-    class Expert(nn.Sequential):
-        pass
+# --- models of Hugging Face ---
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.out, self.router = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 4)
-            self.experts = nn.ModuleList(Expert(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4))
+TWELVE = {"0-{}.2": (0, 3), "3-{}.5": (3, 6), "6-{}.7": (6, 8), "8-{}.9": (8, 10), "10": (10, 11), "11": (11, 12)}
+"""Twelve equal layers without a vocabulary: 3 + 3 + 2 + 2 + 1 and the last one."""
+HUGGING_FACE = {
+    "Bert": ("bert.encoder.layer", ["bert.embeddings"], ["bert.pooler", "dropout", "classifier"]),
+    "ViT": ("vit.layers", ["vit.embeddings"], ["vit.layernorm", "classifier"]),
+    "GPT2": (
+        "transformer.h",
+        [f"transformer.{name}" for name in ("wte", "wpe", "drop")],
+        ["transformer.ln_f", "lm_head"],
+    ),
+}
+HEADS = {"Bert": "ForSequenceClassification", "ViT": "ForImageClassification", "GPT2": "LMHeadModel"}
 
-        def forward(self, x):
-            return x
 
-    model = nn.Sequential(nn.Linear(3, 8), Block(), Block(), nn.Linear(8, 2))
-    assert cut(model) == {"1": ["0", "1"], "2": ["2", "3"]}
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_bert_gpt2_and_vit_have_six_layer_modules_whatever_their_vocabulary(kind):
+    transformers = pytest.importorskip("transformers")
+    layers, stem, head = HUGGING_FACE[kind]
+    parts = {f"{layers}.{name.format(layers)}": numbered(layers, *bounds) for name, bounds in TWELVE.items()}
+    parts[f"{layers}.0-{layers}.2"][:0], parts[f"{layers}.11"][len(layers) :] = stem, head
+    for vocabulary in (100, 250_000):
+        config = getattr(transformers, f"{kind}Config")(**({} if kind == "ViT" else {"vocab_size": vocabulary}))
+        assert cut(on_meta(getattr(transformers, kind + HEADS[kind]), config)) == parts
+
+
+@pytest.mark.parametrize("kind", ["Bart", "T5"])
+def test_encoders_come_before_decoders(kind):
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")
+    modules = cut(on_meta(model, getattr(transformers, f"{kind}Config")(decoder_start_token_id=0)))
+    layers = ("encoder.block", "decoder.block") if kind == "T5" else ("model.encoder.layers", "model.decoder.layers")
+    blocks = [name for names in modules.values() for name in names if name.startswith(layers)]
+    count = len(blocks) // 2
+    assert count >= 6 and blocks == [name for layer in layers for name in numbered(layer, 0, count)]
+    assert list(modules.values())[-1][-1] == "lm_head"
 
 
 # --- tables, and the caller's own cut ---
-
-
-def test_tied_weights_belong_to_the_last_that_uses_them_and_a_table_of_its_own_can_stand_apart():
-    layers = nn.Sequential(nn.Embedding(50, 8), *(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2)))
-    head = nn.Linear(8, 50, bias=False)
-    model = nn.Sequential(layers, head)
-    assert list(cut(model, tables_apart=True)) == ["0.0", "0.1", "0.2"]
-    head.weight = layers[0].weight
-    modules = make_modules(model, tables_apart=True)
-    assert [module.name for module in modules] == ["0.1", "0.2"]
-    assert "0.0.weight" not in modules[0].parameters and "0.0.weight" in modules[1].parameters
 
 
 def test_a_pattern_makes_each_outermost_match_a_module():
@@ -229,28 +174,3 @@ def groups(sizes, names=None, **options):
 def test_small_stages_join_the_one_behind_them_or_before_them_at_the_end():
     assert groups([1, 500, 500, 4], target_share=0.4) == [(0, 2), (2, 3), (3, 4)]
     assert groups([1, 2, 4, 8], minimum_share=1.0, target_share=1.0) == [(0, 3), (3, 4)]
-
-
-def test_alternating_sizes_and_blocks_that_are_wrapped_one_by_one_are_one_stage():
-    assert groups([1, 8] * 4, target_share=0.5) == [(0, 4), (4, 7), (7, 8)]
-    assert groups([5] * 6, [f"layers.{i}.block" for i in range(6)], target_share=0.5) == [(0, 3), (3, 5), (5, 6)]
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
-def test_splits_are_the_best_there_are(sizes, data):
-    num_parts = data.draw(st.integers(1, len(sizes)))
-
-    def cost(edges):
-        return sum(sum(sizes[a:b]) ** 2 for a, b in itertools.pairwise([0, *edges, len(sizes)]))
-
-    edges = split_evenly(sizes, num_parts)
-    choices = list(itertools.combinations(range(1, len(sizes)), num_parts - 1))
-    best = min(map(cost, choices))
-    assert tuple(edges) == max(choice for choice in choices if cost(choice) == best)
-
-
-@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=30), st.floats(0.01, 1), st.floats(0.001, 0.3))
-def test_groups_cover_all_atoms_and_leave_the_last_alone(sizes, target_share, minimum_share):
-    found = groups(sizes, target_share=target_share, minimum_share=minimum_share)
-    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
-    assert found[-1] == (len(sizes) - 1, len(sizes))

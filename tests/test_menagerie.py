@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from egeria import EgeriaWarning, attach, read_journal, tree
 from egeria.events import Declined, ModuleFrozen, PlasticityRead, RunStarted, Thawed
@@ -19,10 +18,9 @@ from scripted import ScriptedController
 
 STEPS = 60
 INLINE = {"config": {**FAST, "freezing": {"tolerance_share": 2.0}}, "controller": "inline"}
-UNSUPPORTED = [specimen for specimen in MENAGERIE if specimen.unsupported]
-CARRIES = "CarryingState"
-"""It keeps numbers in plain attributes, which no checkpoint of a loop has."""
-RESUMABLE = [specimen for specimen in SUPPORTED if specimen.name != CARRIES]
+
+
+ALWAYS = ("KeepingAll", "BreakingInInference", "Uncopyable", "Wrapped", "one_layer", "norms_kept_in_inference")
 
 
 def over(specimens):
@@ -34,23 +32,22 @@ def scripted(directory):
     return {"controller": ScriptedController(), "config": FAST, "directory": directory}
 
 
-def test_the_menagerie_is_large_and_described():
-    assert len(SUPPORTED) >= 20
-    assert len(SPECIMENS) == len(MENAGERIE)
-    assert all(len(specimen.case) > 10 for specimen in MENAGERIE)
-
-
-@pytest.mark.slow
-@over(MENAGERIE)
-def test_law_1_attached_but_never_freezing_is_the_plain_loop(specimen, tmp_path):
+@pytest.mark.parametrize(
+    "specimen",
+    [pytest.param(each, marks=() if each.name in ALWAYS else pytest.mark.slow, id=each.name) for each in MENAGERIE],
+)
+def test_law_1_attached_but_never_freezing_is_the_plain_loop_and_the_unsupported_are_told_why(specimen, tmp_path):
     plain = Loop(specimen)
-    config = {**FAST, "freezing": {"tolerance_readings": 10**6}}
+    config = {**FAST, "freezing": {"tolerance_readings": 10**6}, "reference": {"precision": "int8"}}
     watched = Loop(specimen, {"config": config, "directory": tmp_path})
     for loop in (plain, watched):
         loop.step(24)
     assert differences(plain.everything(), watched.everything()) == []
-    if not specimen.unsupported:
-        assert len(read_journal(tmp_path).of(PlasticityRead)) >= 4, "the law is empty without evaluations"
+    journal = read_journal(tmp_path)
+    if specimen.unsupported:
+        assert specimen.unsupported in " ".join(event.reason for event in journal.of(Declined))
+    else:
+        assert len(journal.of(PlasticityRead)) >= 4, "the law is empty without evaluations"
     watched.run.close()
     assert outside(plain.model) == outside(watched.model)
 
@@ -64,7 +61,6 @@ def test_law_4_freeze_then_thaw_leaves_all_as_before(specimen, tmp_path):
     run, deepest = loop.run, read_journal(tmp_path).first(RunStarted).deepest_freeze
     assert run.frozen == deepest > 0
     names = [name for module in run.modules[:deepest] for name in module.parameters]
-    roots = [loop.model.get_submodule(name) for module in run.modules[:deepest] for name in module.submodules]
     assert names and not any(loop.model.get_parameter(name).requires_grad for name in names)
     boundary = []
     tap = loop.model.get_submodule(run.modules[deepest - 1].tap)
@@ -75,8 +71,6 @@ def test_law_4_freeze_then_thaw_leaves_all_as_before(specimen, tmp_path):
     assert boundary and not any(boundary)
     moved = set(differences(at_freeze, loop.everything()))
     assert not moved & {f"model.{name}" for name in names}, "a frozen parameter moved"
-    statistics = {f"model.{name}.{buffer}" for name, buffer in _statistics(loop.model, roots)}
-    assert not moved & statistics, "a frozen normalisation layer moved"
     assert moved & {f"model.{name}" for name in run.modules[-1].parameters}, "the last module must train on"
     positions = {name: index for index, (name, _) in enumerate(loop.model.named_parameters())}
     assert not moved & {f"optimizer.{positions[name]}.momentum_buffer" for name in names}
@@ -91,28 +85,6 @@ def test_law_4_freeze_then_thaw_leaves_all_as_before(specimen, tmp_path):
     assert not unused, "a thawed parameter does not train"
 
 
-def _statistics(model, roots):
-    inside = {module for root in roots for module in root.modules()}
-    return [
-        (name, buffer)
-        for name, module in model.named_modules()
-        if module in inside and isinstance(module, nn.modules.batchnorm._NormBase)
-        for buffer, _ in module.named_buffers()
-    ]
-
-
-@pytest.mark.slow
-@over(UNSUPPORTED)
-def test_the_unsupported_train_on_unfrozen_and_say_why(specimen, tmp_path):
-    loop, plain = Loop(specimen, {"config": FAST, "directory": tmp_path}), Loop(specimen)
-    for entry in (plain, loop):
-        entry.step(20)
-    assert differences(plain.everything(), loop.everything()) == []
-    journal = read_journal(tmp_path)
-    assert specimen.unsupported in " ".join(event.reason for event in journal.of(Declined))
-    assert not journal.of(ModuleFrozen)
-
-
 # --- law 5 ---------------------------------------------------------------------------------------
 
 
@@ -123,10 +95,9 @@ def course(directory, after):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
-@over(RESUMABLE)
-def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
-    stop = half * STEPS // 2 + random.Random(f"{specimen.name} {half}").randint(1, STEPS // 2 - 1)
+@over(SUPPORTED)
+def test_law_5_stop_and_resume_is_uninterrupted(specimen, tmp_path):
+    stop = random.Random(specimen.name).randint(1, STEPS - 1)
     whole, first = (Loop(specimen, {**INLINE, "directory": tmp_path / part}) for part in ("whole", "first"))
     whole.step(STEPS)
     first.step(stop)
@@ -141,15 +112,13 @@ def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
     assert read_journal(tmp_path / "whole").of(PlasticityRead)
 
 
-@pytest.mark.parametrize("place", ["another directory", "the same directory"])
-def test_a_resumed_run_has_the_layer_modules_of_the_first_one(place, tmp_path):
+def test_a_resumed_run_has_the_layer_modules_of_the_first_one(tmp_path):
     first = Loop(SPECIMENS["Backwards"], {**INLINE, "directory": tmp_path / "first"})
     first.step(STEPS // 2)
     names, before = [module.name for module in first.run.modules], first.run.summary()
     assert before.frozen
     checkpoint = first.save()
-    folder = tmp_path / "first" if place == "the same directory" else tmp_path / "second"
-    second = Loop(SPECIMENS["Backwards"], {**INLINE, "directory": folder}, seed=9)
+    second = Loop(SPECIMENS["Backwards"], {**INLINE, "directory": tmp_path / "second"}, seed=9)
     assert second.run.modules == ()
     second.load(checkpoint)
     after = second.run.summary()
@@ -169,12 +138,11 @@ def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_declined(tmp_
     assert second.run.modules == modules
 
 
-@pytest.mark.parametrize("stop", [1, 9])
-def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(stop, tmp_path):
+def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(tmp_path):
     """Its normalisation layers have trained by then, as those of a model that came trained."""
     specimen = SPECIMENS["residual"]
     first = Loop(specimen, {"total_steps": 400, "directory": tmp_path / "first"})
-    first.step(stop)
+    first.step(9)
     checkpoint = first.save()
     second = Loop(specimen, seed=9)
     second.model.load_state_dict(torch.load(io.BytesIO(checkpoint), weights_only=False)["model"])
@@ -201,7 +169,7 @@ def train_parts(names, folder, checkpoints, steps):
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 def test_law_5_a_run_goes_on_on_another_number_of_ranks(tmp_path):
-    names = ["residual", "with_dropout", "Backwards"]
+    names = ["with_dropout", "Backwards"]
     [whole] = run_ranks(train_parts, names, str(tmp_path / "whole"), {}, STEPS, num_ranks=1)
     found = {}
     for part, num_ranks in enumerate((2, 1, 2)):

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from pathlib import Path
-
 import pytest
-import torch
 
-import egeria
-from egeria import Config, ConfigError, read_journal
+from egeria import read_journal
 from egeria.events import (
-    ControllerChosen,
-    Declined,
-    DepthRefused,
     FaultCaught,
     ModuleFrozen,
-    PlasticityRead,
     RunStarted,
     Thawed,
 )
-from egeria.policy import POLICIES, Depth, Interval, Policy, Wants, find_maker, find_rule
+from egeria.policy import Depth, Interval, Wants
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
-from scripted import ScriptedController
 
 RESIDUAL = SPECIMENS["residual"]
 
@@ -86,17 +76,6 @@ def test_a_policy_of_the_users_own_is_asked_and_obeyed(tmp_path):
     assert "FreezeOnceCalm" in read_journal(tmp_path).first(RunStarted).config["policy"]["name"]
 
 
-def test_it_is_made_for_the_layer_modules_of_the_run(tmp_path):
-    made = []
-    loop = Loop(RESIDUAL, attaching(tmp_path, lambda **facts: made.append(FreezeOnceCalm(**facts)) or made[-1]))
-    loop.step(2)
-    facts = made[-1].facts
-    names = tuple(module.name for module in loop.run.modules)
-    assert facts["modules"] == names and facts["trainable"] == (True,) * len(names)
-    assert facts["deepest"] == len(names) - 1 and facts["total_steps"] == 60
-    assert hasattr(facts["lr_rule"], "judge")
-
-
 def test_it_is_asked_before_the_first_step_and_after_those_it_names(tmp_path):
     made = []
     loop = Loop(RESIDUAL, attaching(tmp_path, lambda **facts: made.append(AtSteps(**facts)) or made[-1]))
@@ -114,19 +93,6 @@ def test_it_goes_on_from_its_own_state(tmp_path):
     assert second.run.frozen == 2
     second.step(6)
     assert frozen_at(tmp_path / "second") == [("thawed", 12), ("frozen", 12)]
-
-
-def test_a_policy_that_fails_never_reaches_the_loop(tmp_path):
-    class Failing(FreezeOnceCalm):
-        def observe(self, interval):
-            raise RuntimeError("injected")
-
-    plain, loop = Loop(RESIDUAL), Loop(RESIDUAL, attaching(tmp_path, Failing))
-    for entry in (plain, loop):
-        entry.step(20)
-    assert differences(plain.everything(), loop.everything()) == []
-    journal = read_journal(tmp_path)
-    assert "injected" in journal.first(FaultCaught).error and "freezing" in journal.first(Declined).what
 
 
 @pytest.mark.parametrize(
@@ -154,53 +120,3 @@ def test_nonsense_of_a_policy_never_reaches_the_loop(answer, wants, tmp_path):
         entry.step(8)
     assert differences(plain.everything(), loop.everything()) == []
     assert len(read_journal(tmp_path).of(FaultCaught)) == 1
-
-
-def test_a_depth_is_journaled_whatever_kind_of_number_and_reason_it_has(tmp_path):
-    class Odd(FreezeOnceCalm):
-        def observe(self, interval):
-            return Depth(torch.tensor(min(interval.step, 9)), Path("why"))
-
-    loop = Loop(RESIDUAL, attaching(tmp_path, Odd))
-    loop.step(20)
-    journal = read_journal(tmp_path)
-    assert journal.first(ModuleFrozen).reason == "why" and journal.first(DepthRefused).asked > loop.run.frozen > 0
-
-
-def test_a_name_that_is_none_is_refused(tmp_path):
-    model = RESIDUAL.build()
-    optimizer = Loop(RESIDUAL).make_optimizer(model.parameters())
-    with pytest.raises(ConfigError, match=r"'plan', 'static', 'linear', 'none', 'egeria'.*found 'forecast'"):
-        egeria.attach(model, optimizer, policy="forecast", directory=tmp_path)
-
-
-@pytest.mark.parametrize("name", [*POLICIES, FreezeOnceCalm, AtSteps])
-def test_every_policy_is_one_and_takes_its_own_state_back(name):
-    settings = {"plan": "0.5:1"} if name == "static" else {}
-    config = Config.from_dict({"policy": {"name": name, **settings}})
-    facts = {"modules": tuple("abcd"), "trainable": (True,) * 4, "deepest": 3, "total_steps": 100}
-    policy, other = (find_maker(config)(**facts, lr_rule=find_rule("step")) for _ in "12")
-    assert isinstance(policy, Policy)
-    for step in (0, 10, 20, 50):
-        policy.observe(Interval(step=step, num_steps=10, loss=1.0, learning_rate=0.1))
-    other.load_state_dict(policy.state_dict())
-    assert other.state_dict() == policy.state_dict() and other.wants.plasticity_of == policy.wants.plasticity_of
-
-
-def test_attach_has_the_last_word_on_the_policy(tmp_path):
-    loop = Loop(RESIDUAL, attaching(tmp_path, "none", config={"policy": {"name": "egeria"}}))
-    loop.run.close()
-    assert read_journal(tmp_path).first(RunStarted).config["policy"]["name"] == "none"
-
-
-@pytest.mark.parametrize("policy", ["none", "plan"])
-def test_no_controller_is_started_for_who_reads_no_plasticity(policy, tmp_path):
-    before = multiprocessing.active_children()
-    loop = Loop(RESIDUAL, attaching(tmp_path / "process", policy, controller="process"))
-    loop.step(20)
-    assert multiprocessing.active_children() == before
-    assert {event.controller for event in read_journal(tmp_path / "process").of(ControllerChosen)} <= {"none"}
-    given = ScriptedController()
-    loop = Loop(RESIDUAL, attaching(tmp_path / "given", policy, controller=given))
-    loop.step(40)
-    assert given.requests == [] and not read_journal(tmp_path / "given").of(PlasticityRead)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -271,48 +270,3 @@ def test_lightning(options, tmp_path):
         callback = egeria_lightning.EgeriaCallback(config=CONFIG, directory=tmp_path / "run")
         assert differences(by_hand, by_lightning(tmp_path / "ours", callback, epoch=epoch, **options)[0]) == []
     assert_follows(tmp_path / "run", total)
-
-
-class TwoOptimizers(Module):
-    """Optimizes manually, two parts in turns; freezes by a run of its own or, where it has no directory, by hand."""
-
-    directory: Path | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization, self.losses = False, []
-
-    def on_train_start(self) -> None:
-        given = {"total_steps": EPOCHS * BATCHES, "config": CONFIG, "plan": "0:2 0.5:0"}
-        if self.directory:
-            self.run = egeria.attach(self.net, self.trainer.optimizers, directory=self.directory, **given)
-
-    def training_step(self, batch, _):
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            loss = self.net(**batch)["loss"]
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-        self.losses.append(loss)
-        if self.directory:
-            self.run.step(loss)
-        else:  # behind the first step: before it the other part has no gradient yet
-            self.net.freeze(2 if len(self.losses) < EPOCHS * BATCHES / 2 else 0)
-
-    def on_train_end(self) -> None:
-        if self.directory:
-            self.run.close()
-
-    def configure_optimizers(self):
-        return [sgd(self.net.blocks.parameters()), sgd(self.net.head.parameters())]
-
-
-def test_lightning_with_two_optimizers_that_are_toggled(tmp_path):
-    by_hand, _ = by_lightning(tmp_path / "by hand", pl.Callback(), module=TwoOptimizers)
-    ours = type("Ours", (TwoOptimizers,), {"directory": tmp_path / "run"})
-    assert differences(by_hand, by_lightning(tmp_path / "ours", pl.Callback(), module=ours)[0]) == []
-    journal = egeria.read_journal(tmp_path / "run")
-    assert [(event.step, event.frozen) for event in journal.of(ModuleFrozen)] == [(1, 1), (1, 2)]
-    assert [event.step for event in journal.of(Thawed)] == [10] and not journal.of(FaultCaught)

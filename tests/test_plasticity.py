@@ -67,33 +67,6 @@ def test_sp_loss_keeps_two_digits_far_below_a_billionth():
             assert float(sp_loss(training, reference)) == pytest.approx(truth, rel=2e-2, abs=0)
 
 
-@given(st.integers(-15, 15))
-@settings(deadline=None)
-def test_sp_loss_does_not_care_how_large_the_activations_are(decade):
-    training, reference = pair(8, 50)
-    scaled = sp_loss(training * 10.0**decade, reference * 10.0**decade)
-    assert float(scaled) == pytest.approx(float(sp_loss(training, reference)), rel=1e-3)
-
-
-def test_sp_loss_sees_samples_and_not_features():
-    training, reference = pair(8, 20)
-    turned = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(1))).Q
-    shuffled = torch.randperm(20, generator=torch.Generator().manual_seed(2))
-    measured = float(sp_loss(training, reference))
-    assert float(sp_loss(training, training @ turned)) == pytest.approx(0, abs=1e-11)
-    assert float(sp_loss(training @ turned, reference[:, shuffled])) == pytest.approx(measured, rel=1e-3)
-    assert float(sp_loss(training, training.flip(0))) > 0.01, "other samples are another activation"
-    assert float(sp_loss(training.flip(0), reference.flip(0))) == pytest.approx(measured, rel=1e-3)
-
-
-def test_samples_without_any_activation_count_as_unlike_all_others():
-    training, reference = pair(4, 6)
-    training[1] = 0
-    reference[1] = 0
-    assert float(sp_loss(training, reference)) == pytest.approx(sp_in_double(training, reference), rel=1e-4)
-    assert float(sp_loss(torch.zeros(4, 6), torch.zeros(4, 6))) == 0
-
-
 def test_an_activation_that_is_not_finite_gives_no_finite_reading():
     for broken in [math.nan, math.inf]:
         training, reference = pair(4, 6)
@@ -101,31 +74,10 @@ def test_an_activation_that_is_not_finite_gives_no_finite_reading():
         assert not math.isfinite(sp_loss(training, reference))
 
 
-def test_metrics_are_zero_for_equal_activations_and_grow_with_the_difference():
-    for shape in [(4, 7), (4, 5, 7), (4, 3, 6, 6)]:
-        training, _ = pair(*shape)
-        assert float(sp_loss(training, training.clone())) == 0
-        measured = [float(sp_loss(*pair(*shape, distance=distance))) for distance in (1e-3, 1e-2, 1e-1)]
-        assert 0 < measured[0] < measured[1] < measured[2]
-
-
-def test_metrics_return_a_single_number_in_float32():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        value = sp_loss(*pair(4, 7, dtype=dtype))
-        assert value.shape == () and value.dtype == torch.float32
-
-
 def test_sixteen_bit_activations_are_compared_in_full_precision():
     training, reference = pair(16, 300, dtype=torch.bfloat16)
     exact = float(sp_loss(training.double(), reference.double()))
     assert float(sp_loss(training, reference)) == pytest.approx(exact, rel=1e-3)
-
-
-def test_autocast_around_the_call_costs_no_precision():
-    training, reference = pair(16, 300, distance=1e-2)
-    expected = float(sp_loss(training, reference))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert float(sp_loss(training, reference)) == expected
 
 
 def test_the_memory_format_of_a_map_does_not_matter():
@@ -136,31 +88,6 @@ def test_the_memory_format_of_a_map_does_not_matter():
             for side, last in zip(contiguous, sides, strict=True)
         ]
         assert float(sp_loss(*formatted)) == pytest.approx(float(sp_loss(*contiguous)), rel=1e-4)
-
-
-def test_maps_that_are_contiguous_in_both_formats_pair_the_same_features():
-    for shape in [(4, 3, 1, 1), (4, 1, 5, 6), (4, 1, 1, 1), (4, 3, 1, 6)]:
-        training, _ = pair(*shape)
-        last = training.to(memory_format=torch.channels_last)
-        assert float(sp_loss(training, last)) == 0
-        assert float(sp_loss(last, training)) == 0
-
-
-def test_sequence_first_views_are_compared_by_sample():
-    training, reference = pair(4, 5, 7)
-    views = [side.transpose(0, 1).contiguous().transpose(0, 1) for side in (training, reference)]
-    assert views[0].stride() != training.stride()
-    expected = float(sp_loss(training, reference))
-    assert float(sp_loss(*views)) == pytest.approx(expected, rel=1e-4)
-    assert float(sp_loss(views[0], reference)) == pytest.approx(expected, rel=1e-4)
-
-
-def test_unequal_batches_are_refused():
-    training, reference = pair(4, 7)
-    with pytest.raises(ValueError, match=r"equal batches .*found 4 and 3\. Evaluate both models on the same batch"):
-        sp_loss(training, reference[:3])
-    with pytest.raises(ValueError, match="found 0 and 0"):
-        sp_loss(training[:0], reference[:0])
 
 
 def test_maps_are_averaged_by_powers_of_two():

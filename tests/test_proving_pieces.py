@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from benchmarks.proving.journal import read_journal
 from benchmarks.proving.policies import Policy, parse_policy
 from benchmarks.proving.running import checkpoint, limit, runfile
-from benchmarks.proving.running.checkpoint import UnusableError
 from benchmarks.proving.running.execution import PAUSED_STATUS, execute
 from benchmarks.proving.running.limit import Limit
 from benchmarks.proving.running.piece import Piece
@@ -32,7 +30,6 @@ EAGER = {
 POLICIES = {
     "none": parse_policy("none"),
     "egeria": Policy(text="egeria", name="egeria", settings=EAGER),
-    "default": Policy(text="mine", name="default", settings=EAGER),
     "static": STATIC,
     "freezeout": parse_policy("freezeout"),
     "autofreeze": parse_policy("autofreeze:plasticity.interval_steps=20"),
@@ -119,16 +116,6 @@ def go_on(directory: Path) -> list[dict]:
     return said
 
 
-def test_a_sound_checkpoint_is_used_also_without_a_limit_and_removed_at_the_end(part_way):
-    assert [record["epoch"] for record in go_on(part_way)] == [2, 3, 4, 5]
-    found = runfile.load(part_way)
-    assert (found.status, found.epoch, found.made_with["pieces"]) == ("finished", 0, 2)
-
-
-def spoil_torn(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:5000])
-
-
 def spoil_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -144,7 +131,6 @@ def spoil_journal(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (spoil_torn, "torn or damaged"),
         (spoil_a_bit, "torn or damaged"),
         (spoil_journal, "does not reach so far"),
     ],
@@ -156,26 +142,3 @@ def test_what_is_damaged_begins_anew_and_says_so(spoil, reason, part_way):
     assert reason in note["note"]
     assert [record["epoch"] for record in epochs] == [0, 1, 2, 3, 4, 5]
     assert (part_way / "journal.jsonl").read_text().count('"run_started"') == 1  # the old journal is gone
-
-
-def test_a_checkpoint_of_another_run_is_refused_by_what_differs(part_way):
-    identity = checkpoint.identify(runfile.load(part_way))
-    assert checkpoint.load(part_way, identity).epoch == 2
-    others = {"torch": "1.0", "its settings": {"policy": {"seed": 1}}, "batch_size": 7, "the device": "cuda"}
-    for name, value in others.items():
-        with pytest.raises(UnusableError, match=f"{name} was .*, now "):
-            checkpoint.load(part_way, {**identity, name: value})
-
-
-def test_a_checkpoint_under_way_does_not_spoil_the_last_one(part_way, monkeypatch):
-    identity = checkpoint.identify(runfile.load(part_way))
-    found = checkpoint.load(part_way, identity)
-
-    def crash(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(found, part_way)
-    assert checkpoint.load(part_way, identity).epoch == 2
-    assert [record["epoch"] for record in go_on(part_way)] == [2, 3, 4, 5]

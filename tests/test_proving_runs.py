@@ -14,7 +14,6 @@ import pytest
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running import runfile
-from benchmarks.proving.running.runs import sort_out
 from tests.pieces import COMMON, ROOT, bench
 
 EAGER = (
@@ -63,17 +62,6 @@ def test_each_run_is_a_journal_with_times_that_grow(results):
             assert seconds[0] > 0
         assert logged[-1]["accuracy"] > 30  # of 16 classes: it learns
         assert logged[-1]["train_loss"] < logged[0]["train_loss"]
-
-
-def test_policies_begin_alike_and_the_watched_run_freezes(results):
-    plain, watched = (read_journal(run_directory(results, policy)) for policy in ("none", "egeria"))
-    frozen = [event["step"] for event in watched.of("frozen")]
-    assert frozen
-    first = [journal.of("metric")[0]["values"] for journal in (plain, watched)]
-    if frozen[0] > 32:
-        assert first[0]["accuracy"] == first[1]["accuracy"]
-    (closing,) = watched.of("run_closed")
-    assert closing["overhead_cpu_s"] < watched.of("metric")[-1]["values"]["train_cpu_s"]  # it is part of the time
 
 
 def test_finished_runs_are_left_out_and_broken_ones_made_again(copy, capsys):
@@ -131,29 +119,6 @@ def test_a_replay_decides_alike_and_shows_the_first_difference(copy, capsys):
     assert f"recorded is freeze 0 at step {first['step']}, replayed" in capsys.readouterr().out
 
 
-def test_a_replay_needs_a_run_of_the_papers_policy(copy, capsys):
-    assert bench("replay", run_directory(copy, "none")) == 2
-    assert "none among 1 runs" in capsys.readouterr().err
-
-
-def test_no_runs_are_made_in_a_record(results, tmp_path, capsys):
-    assert bench("compare", "toy", "--results", results, "--out", tmp_path / "one") == 0
-    arguments = ["--policy", "none", "--seeds", "0", *COMMON, "--results", tmp_path / "one" / "journals"]
-    assert bench("run", "toy", *arguments) == 2
-    assert "Unpack it elsewhere" in capsys.readouterr().err
-
-
-def test_a_damaged_archive_is_refused(tmp_path, capsys):
-    (tmp_path / "journals.tar.xz").write_bytes(b"no archive")
-    assert bench("compare", "--results", tmp_path) == 2
-    assert "cannot be read" in capsys.readouterr().err
-
-
-def test_table_has_a_line_for_the_workload(results, capsys):
-    assert bench("table", "--results", results) == 0
-    assert "| toy (smoke) | accuracy |" in capsys.readouterr().out
-
-
 def test_another_recipe_is_refused_by_what_changed(copy, monkeypatch, capsys):
     monkeypatch.setenv("TOY_RATE", "0.001")
     assert bench("run", "toy", "--policy", "none", "--seeds", "0,1", *COMMON, "--results", copy) == 2
@@ -164,47 +129,6 @@ def test_another_recipe_is_refused_by_what_changed(copy, monkeypatch, capsys):
     assert not list(copy.rglob("seed1"))
 
 
-def test_other_settings_under_the_same_name_are_refused(copy, tmp_path, capsys):
-    wanted = runfile.load(run_directory(copy, "none"))
-    (tmp_path / "mine.toml").write_text("[plasticity]\nwindow = 4\n")
-    mine = copy / "toy" / "smoke" / "mine" / "seed0"
-    shutil.copytree(run_directory(copy, "none"), mine)
-    record = json.loads((mine / "run.json").read_text())
-    record["policy"] = {"text": "mine", "name": "default", "settings": {"plasticity": {"window": 9}}}
-    (mine / "run.json").write_text(json.dumps(record))
-    arguments = ["--policy", str(tmp_path / "mine.toml"), "--seeds", "0", *COMMON, "--results", copy]
-    assert bench("run", "toy", *arguments) == 2
-    assert "'window': 9" in capsys.readouterr().err
-    assert sort_out([wanted], copy, {}) == []
-
-
-def test_a_run_that_is_being_made_is_left_alone(copy, capsys, monkeypatch):
-    directory = run_directory(copy, "none")
-    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", "benchmarks.proving.running.execution"]
-    with subprocess.Popen(sleeping) as process:
-        try:
-            record = json.loads((directory / "run.json").read_text())
-            (directory / "run.json").write_text(json.dumps({**record, "status": "running", "pid": process.pid}))
-            assert bench("run", "toy", "--policy", "none", "--seeds", "0", *COMMON, "--results", copy) == 2
-            assert "is being made by process" in capsys.readouterr().err
-            before = (directory / "journal.jsonl").read_bytes()
-            monkeypatch.setattr("benchmarks.proving.commands.sort_out", lambda wanted, *_: list(wanted))
-            assert bench("run", "toy", "--policy", "none", "--seeds", "0", *COMMON, "--results", copy) == 1
-        finally:
-            process.kill()
-    assert f"process {process.pid} of another command" in "".join(capsys.readouterr())
-    assert (directory / "journal.jsonl").read_bytes() == before, "it began while this command waited"
-    assert (directory / "journal.jsonl").exists()
-
-
-def test_data_that_are_missing_are_told_and_looked_for_once(tmp_path, capsys):
-    arguments = ["--policy", "none", "--seeds", "0,1", *COMMON, "--results", tmp_path, "--data", "sky"]
-    assert bench("run", "no-data", *arguments) == 1
-    said = capsys.readouterr().out
-    assert said.count("the moon photographs are missing; looked for them in sky") == 2  # both runs failed
-    assert not (tmp_path / "no-data" / "smoke" / "none" / "seed1").exists()
-
-
 def test_a_run_that_fails_says_why_and_is_not_a_result(tmp_path, capsys):
     assert bench("run", "broken", "--policy", "none", "--seeds", "0", *COMMON, "--results", tmp_path) == 1
     assert "ValueError: a fault in the workload" in capsys.readouterr().out
@@ -212,29 +136,3 @@ def test_a_run_that_fails_says_why_and_is_not_a_result(tmp_path, capsys):
     assert runfile.load(directory).status == "failed"
     assert "a fault in the workload" in (directory / "output.txt").read_text()
     assert bench("compare", "broken", "--results", tmp_path) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["run", "toy", "--policy", "none:a=1", *COMMON], "no settings"),
-        (["run", "toy", "--policy", "none", "--workloads", "tests.absent"], "tests.absent"),
-        (["run", "transformer-base-wmt", "--policy", "none", "--tier", "long"], "has the tiers smoke, cpu, gpu"),
-        (["compare", "--results", "nowhere"], "no finished run"),
-        (["table", "--results", "nowhere"], "no finished run"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_with_the_reason(arguments, reason, capsys):
-    assert bench(*arguments) == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_lists_workloads_of_ones_own(capsys):
-    assert bench("list", "--only", "--workloads", "tests.toy_workloads") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "toy",
-        "no-data",
-        "broken",
-        "toy-tuned",
-        "toy-narrow",
-    ]

@@ -14,12 +14,8 @@ from benchmarks.proving.running.course import Course
 from benchmarks.proving.running.recipe import describe
 from benchmarks.proving.running.training import train
 from benchmarks.rivals import shorten
-from benchmarks.rivals.layers import Layers
 from examples.resnet import cifar_resnet
 from tests.pieces import CPU, new_training, wanted_run
-from torch import nn
-
-import egeria
 
 pytestmark = pytest.mark.bench
 
@@ -119,32 +115,6 @@ def test_half_fine_tuning_trains_another_half_in_each_epoch(tmp_path):
     assert all(parameter.requires_grad for parameter in training.model.parameters())
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_what_rests_are_the_layer_modules_that_egeria_would_freeze(is_trained, tmp_path):
-    """A network that came trained is cut finer, and half of it rests by that cut."""
-    model = cifar_resnet(20)
-    for module in model.modules():
-        if is_trained and isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight)
-    layers = Layers(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with egeria.attach(model, optimizer, directory=tmp_path) as run:
-        model(torch.randn(2, 3, 32, 32)).sum().backward()
-        optimizer.step()
-        assert [module.name for module in layers.modules] == [module.name for module in run.modules]
-    assert len(layers.modules) == (6 if is_trained else 5)
-
-
-@pytest.mark.parametrize("policy", ["head-only", "hft"])
-def test_a_run_that_rests_ends_like_any_other(policy, tmp_path):
-    found = []
-    for place in ("a", "b"):
-        training = new_training()
-        assert train(training, parse_policy(policy), tmp_path / place, CPU)
-        found.append(read_outcome(tmp_path / place, wanted_run(policy, recipe=describe(training))).quality)
-    assert found[0] == found[1] > 10
-
-
 def course_of_rates(training):
     """The learning rate of each step of an epoch-wise loop, and the batches of the first epoch."""
     rates, batches = [], []
@@ -172,30 +142,3 @@ def test_a_shorter_training_goes_through_the_whole_schedule_in_a_share_of_the_st
     assert fewer == batches[:kept]
     assert short == [plain[step * 32 // kept] for step in range(5 * kept)]
     assert set(short) == set(plain)  # it falls at the end of the fourth of five epochs
-
-
-def test_a_shorter_training_ends_like_any_other_and_takes_less_time(tmp_path):
-    found = {}
-    for text in ("none", "short:share=0.5"):
-        policy, training = parse_policy(text), new_training()
-        run = wanted_run(text, recipe=describe(training))
-        assert train(shorten(training, policy.name, policy.settings), policy, tmp_path / policy.folder, CPU)
-        found[text] = read_outcome(tmp_path / policy.folder, run)
-    (comparison,) = compare(list(found.values()), "none")
-    short = comparison.find("short:share=0.5")
-    assert found["short:share=0.5"].skipped.total == 0.5 and short.saved["cpu"].mean > 20
-    assert found["short:share=0.5"].final.step == 5 * 16
-
-
-def test_a_scheduler_that_goes_faster_goes_on_from_its_state():
-    whole, first, second = (shortened("short:share=0.6") for _ in range(3))
-    for training, count in ((whole, 70), (first, 37)):
-        for _ in range(count):
-            training.optimizer.step()
-            training.scheduler.step()
-    second.scheduler.load_state_dict(first.scheduler.state_dict())
-    for _ in range(33):
-        second.optimizer.step()
-        second.scheduler.step()
-    rates = [training.scheduler.state_dict()["scheduler"]["last_epoch"] for training in (whole, second)]
-    assert rates[0] == rates[1] == 70 * 32 // round(0.6 * 32)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import tempfile
 import warnings
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import egeria
 from egeria.policy import Depth, Wants
-from laws.ranks import Ranks
-from test_distributed import Container, Net, count_bytes, encoder, is_equal, shard
+from ranks import run_ranks
+from test_distributed import encoder, shard
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PLAN = "0:2 0.3:0 0.5:3 0.8:1"
@@ -22,11 +25,48 @@ STEPS = 20
 WHERE = ["given", "before", "after", "container", "container before"]
 
 
-@pytest.fixture(scope="module")
-def pair():
-    processes = Ranks()
-    yield processes
-    processes.close()
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.adapter = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x, has_adapter=True):
+        x = torch.tanh(x + self.norm(self.linear(x)))
+        return torch.tanh(x + self.adapter(x)) if has_adapter else x
+
+
+class Net(nn.Module):
+    """Four blocks and a head; some batches leave out the adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 3)
+
+    def forward(self, x, has_adapter=True):
+        for block in self.blocks:
+            x = block(x, has_adapter)
+        return self.head(x)
+
+
+class Container(nn.Module):
+    """Holds the model as a framework does, with a part of its own in front of it."""
+
+    def __init__(self, model):
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem, self.inner = nn.Linear(16, 16), model
+
+    def forward(self, x):
+        return self.inner(self.stem(x))
+
+
+def count_bytes(sizes, bucket):
+    sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def is_equal(first, second):
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 class Training:
@@ -35,6 +75,7 @@ class Training:
     def __init__(self, where, model=None, *, attached=True, saved=None, wrap=DistributedDataParallel, **options):
         torch.manual_seed(0)
         self.model, self.sizes, self.wrap_model = model or Net(), [], wrap
+        self.accumulates, self.more = False, lambda step: ()
         self.inner = Container(self.model) if "container" in where else self.model
         if saved is not None:
             self.inner.load_state_dict(saved["model"])
@@ -44,7 +85,10 @@ class Training:
         if attached:
             options = {"plan": PLAN, "total_steps": STEPS, "directory": tempfile.mkdtemp(), **options}
             given = self.called if where == "given" else self.model
-            self.run = self.quietly(egeria.attach, given, self.optimizer, **options)
+            self.logged, self.seen = [], []
+            tracker = (lambda values, step: self.logged.append(step)) if _rank() == 0 else object()  # not looked at
+            self.run = self.quietly(egeria.attach, given, self.optimizer, log_to=tracker, **options)
+            self.run.on_event(self.seen.append)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.run.load_state_dict(saved["run"])
@@ -82,9 +126,12 @@ class Training:
             for part in self.eval:
                 part.eval()
             self.sizes.clear()
-            loss = self.called(torch.randn(6, 16, generator=generator)).square().mean()
+            for is_last in (False, True) if self.accumulates else (True,):
+                given = (torch.randn(6, 16, generator=generator), *self.more(step))
+                with contextlib.nullcontext() if is_last else self.called.no_sync():
+                    loss = self.called(*given).square().mean()
+                    loss.backward()
             trained = sum(4 * p.numel() for p in self.inner.parameters() if p.requires_grad)
-            loss.backward()
             reduces_what_trains &= sum(self.sizes) == trained
             if depths and step == 0:
                 self.freeze_to(modules, depths[0])
@@ -109,28 +156,62 @@ class Training:
         return depths, weights, " | ".join(self.told), left, hooks
 
 
+class Varied(Training):
+    """The same with other options of the wrapper."""
+
+    options: dict
+    is_counted = True
+
+    def __init__(self, where, kind, **options):
+        self.options, self.is_counted = WRAPS[kind], kind != "fp16 hook"
+        super().__init__(where, **options)
+        self.accumulates = kind == "micro-batches"
+        self.more = (lambda step: ((step + _rank()) % 3 > 0 or not step,)) if "unused" in kind else self.more
+
+    def wrap(self):
+        wrapper = DistributedDataParallel(self.inner, **self.options)
+        wrapper.register_comm_hook(
+            *((self.sizes, count_bytes) if self.is_counted else (None, default_hooks.fp16_compress_hook))
+        )
+        return wrapper
+
+
+WRAPS = {
+    "unused parameters": {"find_unused_parameters": True},
+    "bucket views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+    "micro-batches": {"gradient_as_bucket_view": True},
+    "fp16 hook": {},
+    "own buffers": {"broadcast_buffers": False},
+}
+
+
 def _rank():
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
-def as_by_hand(where):
-    attached = Training(where)
+def as_by_hand(where, kind=None):
+    warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers is deprecated, and used
+    make = functools.partial(Varied, kind=kind) if kind else Training
+    attached = make(where)
     depths, reduces_what_trains = attached.train(0, STEPS)
     modules = [module.submodules for module in attached.run.modules]
     depths, weights, told, left, hooks = attached.answer(depths)
-    by_hand = Training("given" if where in ("before", "after") else where, attached=False)
+    by_hand = make("given" if where in ("before", "after") else where, attached=False)
     if "container" in where:
         by_hand.called = by_hand.wrap()
     by_hand.train(0, STEPS, depths, modules)
     equal = is_equal(weights, by_hand.inner.state_dict())
+    moves = [event.step for event in attached.seen if event.kind in ("frozen", "thawed")]
+    assert bool(attached.logged) == (_rank() == 0) and attached.run.summary().frozen == depths[-1]
+    assert set(moves) == {0, 6, 10, 16}
     return depths, equal, reduces_what_trains, told, left, hooks
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_a_wrapper_is_followed_wherever_it_comes_from(where, pair):
-    for depths, equal, reduces_what_trains, told, left, hooks in pair.run(as_by_hand, where):
+@pytest.mark.parametrize(("where", "kind"), [*((where, None) for where in WHERE), *(("given", kind) for kind in WRAPS)])
+def test_a_wrapper_is_followed_wherever_it_comes_from_and_however_it_is_made(where, kind):
+    for depths, equal, reduces_what_trains, told, left, hooks in run_ranks(as_by_hand, where, kind):
         assert [depths[0], depths[8], depths[12], depths[-1]] == [2, 0, 3, 1]
-        assert equal and reduces_what_trains
+        assert equal and (reduces_what_trains or kind == "fp16 hook")
         assert (told, left, hooks) == ("", [], 0)
 
 
@@ -148,19 +229,19 @@ def resumed(where, step):
     return at_once == {3: 2, 8: 0, 12: 3}[step], equal, reduces_what_trains, told
 
 
-@pytest.mark.parametrize("step", [3, 8, 12])
-@pytest.mark.parametrize("where", ["given", "before", "after", "container"])
-def test_a_run_goes_on_under_a_wrapper_that_it_has_yet_to_see(where, step, pair):
-    for right_depth, equal, reduces_what_trains, told in pair.run(resumed, where, step):
+@pytest.mark.parametrize(
+    ("where", "step"), [("given", 3), ("before", 12), ("after", 3), ("after", 8), ("container", 3)]
+)
+def test_a_run_goes_on_under_a_wrapper_that_it_has_yet_to_see(where, step):
+    for right_depth, equal, reduces_what_trains, told in run_ranks(resumed, where, step):
         assert right_depth and equal and told == ""
         assert reduces_what_trains or where != "after"  # the others are wrapped while all of it trains
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_wrapper_around_a_process_that_is_alone_is_followed(where):
+def test_a_wrapper_around_a_process_that_is_alone_is_followed():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        training = Training(where)
+        training = Training("after")
         depths, reduces_what_trains = training.train(0, STEPS)
         assert max(depths) == 3 and reduces_what_trains
         _, _, told, left, hooks = training.answer(depths)
@@ -208,8 +289,8 @@ def fail(how):
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_a_rank_that_cannot_go_on_leaves_no_other_waiting(how, pair):
-    (depths, weights, told, *_), (others_depths, others, *_) = pair.run(fail, how)
+def test_a_rank_that_cannot_go_on_leaves_no_other_waiting(how):
+    (depths, weights, told, *_), (others_depths, others, *_) = run_ranks(fail, how)
     assert depths == others_depths and depths[8] == 2
     assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
     if how == "decides alone":  # the first rank's policy decides
@@ -217,6 +298,19 @@ def test_a_rank_that_cannot_go_on_leaves_no_other_waiting(how, pair):
     else:
         reason = "OSError: the disk is full" if how == "raises" else "AttributeError"
         assert depths[-1] == 0 and f"rank 1: {reason}" in told
+
+
+def attach_differently():
+    try:
+        Training("given", plan="0:1" if _rank() else PLAN)
+    except egeria.ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_with_other_settings_are_refused():
+    for said in run_ranks(attach_differently):
+        assert "attach with the same settings; rank 1 has others than rank 0" in said
 
 
 def declined(how):
@@ -242,48 +336,12 @@ DECLINED = {
 
 
 @pytest.mark.parametrize("how", DECLINED)
-def test_what_cannot_be_followed_trains_on_unfrozen(how, pair):
-    first, second = pair.run(declined, how)
+def test_what_cannot_be_followed_trains_on_unfrozen(how):
+    first, second = run_ranks(declined, how)
     for depths, _, _, left, hooks in (first, second):
         assert set(depths) == {0}
         assert (left, hooks) == ([], 0)
     assert DECLINED[how] in first[2] and second[2] == "", "the first rank tells"
-
-
-def joins_later():
-    training = Training("given")
-    depths, _ = training.train(0, 14)
-    with training.called.join():
-        depths += training.train(14, 18 + _rank())[0]
-    return training.answer(depths[:18])
-
-
-def test_what_is_frozen_stays_when_ranks_with_unequally_many_batches_join(pair):
-    (depths, weights, told, *_), (others_depths, others, *_) = pair.run(joins_later)
-    assert depths == others_depths and depths[12:] == [3] * 6
-    assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
-    assert "`join()`" in told
-
-
-class Gathering(Net):
-    """Compares the features of all ranks in its forward pass, as contrastive models do."""
-
-    def forward(self, x):
-        others = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(others, x)
-        return super().forward(x + sum(others))
-
-
-def gather():
-    training = Training("given", Gathering())
-    depths, _ = training.train(0, STEPS)
-    return training.answer(depths)
-
-
-def test_a_model_that_talks_to_the_others_in_its_forward_pass_can_follow_a_plan(pair):
-    first, second = pair.run(gather)
-    assert first[0] == second[0] and max(first[0]) == 3 and first[2] == ""
-    assert all(torch.equal(tensor, second[1][name]) for name, tensor in first[1].items() if "running" not in name)
 
 
 # --- fully_shard ----------------------------------------------------------------------------------
@@ -336,8 +394,8 @@ def sharded(policy):
 
 
 @pytest.mark.parametrize("policy", ["plan", "egeria"])
-def test_a_sharded_model_follows_a_plan_and_nothing_that_needs_plasticity(policy, pair):
-    found = pair.run(sharded, policy)
+def test_a_sharded_model_follows_a_plan_and_nothing_that_needs_plasticity(policy):
+    found = run_ranks(sharded, policy)
     for depths, equal, _ in found:
         assert equal
         assert [depths[0], depths[8], depths[12], depths[-1]] == [2, 0, 3, 1] or policy != "plan"

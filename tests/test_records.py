@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.micro import accelerator, step_cost
-from benchmarks.proving.comparing.archive import opened
-from benchmarks.proving.comparing.comparison import compare
-from benchmarks.proving.comparing.results import read_results
+from benchmarks.micro import accelerator
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "benchmarks" / "records"
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 
 
@@ -34,32 +29,3 @@ def test_the_script_for_gpus_runs_tiny_on_a_cpu_and_keeps_what_it_found(tmp_path
     assert all(row["iteration_ms"] > 0 and row["peak_bytes"] == 0 for row in rows), "a CPU does not say"
     page = (tmp_path / "README.md").read_text()
     assert "| gpt2, compiled | half |" in page and "not told" in page
-
-
-def test_archives_of_versions_that_were_never_released_are_compared_as_then():
-    """Duty cycles and landing are gone from the library; what they skipped is not known any more."""
-    with opened(RECORDS / "0017-duty-cycle") as journals:
-        comparisons = compare(read_results(journals), "none")
-    for comparison in comparisons:
-        assert comparison.find("default").difference is not None
-    runs = [run for found in comparisons for policy in found.policies for run in policy.outcomes]
-    unknown = [run.run.policy.text for run in runs if run.skipped.total is None]
-    assert unknown and len(unknown) < len(runs) and all("duty" in text or "/" in text for text in unknown)
-
-
-def test_the_cost_of_a_step_is_told_for_each_policy_with_the_files_that_it_enters(tmp_path, capsys):
-    found = tmp_path / "found.json"
-    step_cost.main(["none", "plan:plan=0.9:1", "--rounds", "4", "--turn", "1", "--files", "--json", str(found)])
-    loops = json.loads(found.read_text())["loops"]
-    assert list(loops) == ["bare", "none", "plan:plan=0.9:1"]
-    bare, none, _ = loops.values()
-    assert bare["step_us"]["median"] > 0 and bare["over_bare_us"]["median"] == 0 and not bare["files"]
-    assert none["files"] and len(capsys.readouterr().out.splitlines()) == 3
-
-
-def test_pages_of_records_lead_somewhere_and_each_picture_is_shown_by_the_docs():
-    for page in RECORDS.rglob("*.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page} leads to {target}, which is not there"
-    docs = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-    assert [path.name for path in RECORDS.rglob("*.svg") if path.relative_to(ROOT).as_posix() not in docs] == []

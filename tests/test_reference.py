@@ -20,9 +20,9 @@ from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import make_modules
 from egeria.model.undisturbed import capture, undisturbed
 from egeria.reference import Reference
-from laws.models import MODELS, ResidualNet, Transformer
+from laws.models import MODELS, Transformer
 from loops import outside
-from menagerie import SPECIMENS, each_supported
+from menagerie import each_of_the_first
 
 PLAIN, MIXED = (Autocast(device_type="cpu", enabled=enabled, dtype=torch.bfloat16) for enabled in (False, True))
 LARGEST_ERRORS = {"int8": 0.1, "bf16": 0.03, "fp32": 1e-5}
@@ -52,35 +52,6 @@ def transformer():
 
 
 each_kind = pytest.mark.parametrize("make", [residual, transformer])
-
-
-class Stage(nn.Module):
-    """Would be traced wrongly where `scale` is left out: a proxy is never None."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-
-    def forward(self, x, scale=None):
-        x = self.norm(self.conv(x))
-        return torch.relu(x) if scale is None else torch.relu(x * scale)
-
-
-class Odd(nn.Module):
-    """Cannot be traced as a whole."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.stages = nn.Conv2d(3, 8, 3, padding=1), nn.ModuleList(Stage() for _ in range(3))
-
-    def forward(self, x, scale=None):
-        x = self.stem(x)
-        if x.mean() > 1e9:
-            x = x * 0
-        for stage in self.stages:
-            x = x + (stage(x) if scale is None else stage(x, scale))
-        return x
 
 
 def taps_of(model):
@@ -125,56 +96,26 @@ def test_activations_are_close_to_float32(make, precision):
     assert precision != "int8" or ("static" if make is residual else "dynamic") in reference.builder
 
 
-@each_supported
-@pytest.mark.parametrize("precision", ["auto", "int8"])
-def test_every_specimen_is_served(specimen, precision):
+@each_of_the_first
+def test_every_specimen_is_served(specimen):
     torch.manual_seed(0)
     model = specimen.build()
     args, kwargs = specimen.example(torch.Generator().manual_seed(0))
     batch = batch_of(*args, **kwargs).first_rows(None)
-    reference = built(model, batch, precision)
+    reference = built(model, batch, "int8")
     for tap in taps_of(model):
         assert error(reference, model, batch.first_rows(None), tap) < LARGEST_ERRORS["int8"]
     reference.refresh(moved(model), batch)
     assert reference.activation(taps_of(model)[0], batch) is not None
 
 
-def test_a_model_that_looks_at_its_weights_is_served_in_int8():
-    transformers = pytest.importorskip("transformers", reason="transformers is in the dev extra")
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes))
-    ids = torch.randint(1, 50, (4, 8))
-    batch = batch_of(input_ids=ids, labels=ids)
-    reference = built(model, batch, "int8", fidelity_share=1.0)
-    assert error(reference, model, batch, taps_of(model)[-1]) < 0.1 and reference.precision == "int8"
-
-
-@pytest.mark.parametrize("precision", ["int8", "bf16"])
-def test_what_a_trace_does_not_see_stays_as_it_is(precision):
-    model = Odd()
-    plain, scaled = batch_of(images()), batch_of(images(), torch.full((8, 1, 1, 1), 0.5))
-    for first, then in ((plain, scaled), (scaled, plain)):
-        reference = built(model, first, precision, fidelity_share=1.0)
-        traces = precision == "int8" and first is scaled
-        assert reference.precision == (precision if traces or precision == "bf16" else "fp32")
-        with pytest.raises(RuntimeError):  # float32 cannot run this either
-            reference.activation("stages.1", batch_of(torch.zeros(2, 5, 8, 8)))
-        for batch in (first, then, first):
-            assert error(reference, model, batch, "stages.1") < LARGEST_ERRORS[precision]
-    if precision == "int8":  # traced with an argument that later is left out: float32 from there
-        reference.refresh(model, scaled)
-        assert reference.precision == "fp32" and "int8 failed at stages.1" in reference.take_events()[-1].reason
-
-
 def _shifted(self, x):
     return type(self).forward(self, x) + 5 * x.mean()
 
 
-@each_precision
 @pytest.mark.parametrize("how", ["forward", "hook", "weight norm"])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Linear])
-def test_layers_that_do_more_than_their_class_says(kind, how, precision):
+def test_layers_that_do_more_than_their_class_says(kind, how):
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(3))), batch_of(images())
     if kind is nn.Linear:
@@ -185,18 +126,9 @@ def test_layers_that_do_more_than_their_class_says(kind, how, precision):
         model[1].register_forward_pre_hook(lambda _module, args: (args[0] + 5,))
     else:
         nn.utils.parametrizations.weight_norm(model[1])
-    reference = built(model, batch, precision, ["0", "1", "2"], fidelity_share=1.0)
+    reference = built(model, batch, "int8", ["0", "1", "2"], fidelity_share=1.0)
     for tap in ("0", "1", "2"):
-        assert error(reference, model, batch, tap) < LARGEST_ERRORS[precision]
-
-
-def test_mixed_precision_of_the_loop_is_that_of_float32_alone():
-    model, batch = residual()
-    mixed = batch_of(*batch.args, autocast=MIXED)
-    reference = built(model, mixed, "fp32")
-    with undisturbed(model):
-        assert torch.equal(reference.activation("layer2.0", mixed), capture(model, "layer2.0", mixed).float())
-    assert error(reference, model, batch, "layer2.0") < 1e-5
+        assert error(reference, model, batch, tap) < LARGEST_ERRORS["int8"]
 
 
 def test_the_fastest_is_taken_by_times_measured_once():
@@ -265,37 +197,7 @@ def test_a_refresh_starts_anew_and_a_saved_reference_goes_on_to_the_bit(make, pr
     assert (resumed.precision, resumed.builder) == (kept.precision, kept.builder) and not resumed.take_events()
 
 
-class Rebuilding(ResidualNet):
-    shares = False
-
-    def __deepcopy__(self, memo):
-        copied = Rebuilding()
-        copied.load_state_dict(self.state_dict())
-        copied.stem = self.stem if self.shares else copied.stem
-        return copied
-
-
-def test_copies_of_the_model_s_own_making():
-    model, batch, state = Rebuilding(), batch_of(images()), torch.get_rng_state()
-    assert error(built(model, batch, "int8"), model, batch, taps_of(model)[0]) < LARGEST_ERRORS["int8"]
-    assert torch.equal(state, torch.get_rng_state()) and all(entry.requires_grad for entry in model.parameters())
-    model.shares = True
-    for wrong, said in ((model, "shares modules or weights"), (SPECIMENS["Uncopyable"].build(), "does not allow")):
-        with pytest.raises(ReferenceModelError, match=said):
-            Reference(["blocks.0"]).refresh(wrong, batch)
-
-
-def test_mixed_precision_of_accelerate_stays_with_the_model():
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the dev extra")
-    model, batch = transformer()
-    expected = activations(built(model, batch, "int8"), model, batch)
-    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-    assert all(map(torch.equal, expected, activations(built(prepared, batch, "int8"), model, batch)))
-    assert "forward" in vars(prepared)
-
-
-@each_precision
-@pytest.mark.parametrize("name", ["residual", "transformer"])
+@pytest.mark.parametrize(("name", "precision"), [("residual", "int8"), ("transformer", "bf16")])
 def test_a_frozen_front_and_our_hooks_do_not_travel(name, precision, tmp_path):
     torch.manual_seed(0)
     model, alone = MODELS[name].build(), MODELS[name].build()
@@ -317,7 +219,7 @@ def test_a_frozen_front_and_our_hooks_do_not_travel(name, precision, tmp_path):
     run.close()
 
 
-@pytest.mark.parametrize("precision", ["auto", *LARGEST_ERRORS])
+@pytest.mark.parametrize("precision", ["auto", "int8"])
 def test_nothing_else_is_touched(precision, monkeypatch):
     model, batch = residual()
     model.register_forward_hook(lambda *_: pytest.fail("a hook of the user's ran"))
@@ -339,7 +241,7 @@ def test_nothing_else_is_touched(precision, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("precision", ["auto", *LARGEST_ERRORS])
+@pytest.mark.parametrize("precision", ["auto", "int8"])
 def test_a_copy_on_the_gpu(precision):
     model, batch = residual()
     model.cuda()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import subprocess
 import sys
@@ -10,15 +9,12 @@ import warnings
 
 import pytest
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import egeria
 from egeria import ConfigError, EgeriaWarning, read_journal
-from egeria.events import Event, ModuleFrozen, PlasticityRead, RungTaken, RunStarted
+from egeria.events import Event, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, outside
-from menagerie import SPECIMENS, Specimen
-from ranks import run_ranks
+from menagerie import SPECIMENS
 from scripted import ScriptedController
 
 PARTS = SPECIMENS["PartsByName"]
@@ -61,18 +57,6 @@ def test_a_callback_sees_every_event_of_the_journal_from_then_on(tmp_path):
     assert all(isinstance(event, Event) for event in seen) and any(isinstance(event, ModuleFrozen) for event in seen)
 
 
-def test_a_callback_can_be_removed_twice_and_others_stay(tmp_path):
-    loop, removed, kept = loop_in(tmp_path), [], []
-    remove = loop.run.on_event(removed.append)
-    loop.run.on_event(kept.append)
-    loop.step(4)
-    num_seen = len(removed)
-    remove()
-    remove()
-    loop.step(4)
-    assert 0 < len(removed) == num_seen < len(kept)
-
-
 def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goes_on(tmp_path):
     loop, calls, others = loop_in(tmp_path), [], []
 
@@ -87,11 +71,6 @@ def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goe
     assert len(calls) == 1 and len(others) == 3
     loop.step(20)
     assert loop.run.frozen > 0
-
-
-def test_what_is_no_callback_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"takes a function of one event, found list"):
-        loop_in(tmp_path).run.on_event([])
 
 
 # --- log lines ---------------------------------------------------------------------------------
@@ -116,31 +95,12 @@ def test_a_freeze_and_a_thaw_are_one_line_each(tmp_path, caplog):
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
-def test_another_number_format_of_the_reference_is_no_warning(tmp_path):
-    class Changing(ScriptedController):
-        def poll(self):
-            change = RungTaken(step=0, before="int8-dynamic", after="fp32", reason="its error is too large")
-            return [*super().poll(), change]
-
-    loop = loop_in(tmp_path, controller=Changing())
-    for group in loop.optimizer.param_groups:
-        group["lr"] = 0.0  # the loss stays, so that bootstrapping ends with the second interval
-    assert tell(lambda: steps_of(loop.run, loop.model, loop.optimizer, 6)) == []
-    assert read_journal(tmp_path).of(RungTaken)
-
-
 def test_a_run_too_short_for_its_controller_process_says_what_to_do(tmp_path):
     loop = Loop(PARTS, {"config": FAST, "directory": tmp_path, "controller": "process"})
     loop.step(12)
     told = tell(loop.run.close)
     assert len(told) == 1 and "controller process" in told[0] and 'controller="inline"' in told[0]
     assert read_journal(tmp_path).of(PlasticityRead) == []
-
-
-def test_a_run_with_readings_says_nothing_at_its_end(tmp_path):
-    loop = Loop(PARTS, {"config": FAST, "directory": tmp_path, "controller": "inline"})
-    loop.step(12)
-    assert read_journal(tmp_path).of(PlasticityRead) and tell(loop.run.close) == []
 
 
 # --- summary, repr, notebooks ------------------------------------------------------------------
@@ -192,35 +152,7 @@ def test_the_summary_counts_what_came_before_a_resume(tmp_path):
     assert_as_reported(resumed.run, tmp_path)
 
 
-def test_the_summary_of_a_fresh_run_in_a_used_directory_is_its_own(tmp_path):
-    frozen_loop(tmp_path).run.close()
-    fresh = loop_in(tmp_path).run
-    assert (fresh.summary().step, fresh.summary().frozen, fresh.summary().time_saved_s) == (0, 0, None)
-
-
-def test_a_run_that_cannot_write_its_journal_has_a_summary(tmp_path):
-    (tmp_path / "file").write_text("")
-    written, unwritten = frozen_loop(tmp_path / "run"), frozen_loop(tmp_path / "file" / "run")
-    first, second = written.run.summary(), unwritten.run.summary()
-    assert (first.frozen, first.parameter_share, first.skipped_share) == (
-        second.frozen,
-        second.parameter_share,
-        second.skipped_share,
-    )
-    assert second.time_saved_s is not None
-
-
-@pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
-def test_a_model_that_cannot_be_cut_has_a_summary(tmp_path):
-    model = nn.Linear(8, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with egeria.attach(model, optimizer, directory=tmp_path) as run:
-        assert "no layer modules yet" in repr(run)
-        steps_of(run, model, optimizer, 3)
-        assert run.summary().modules == () and "step 3" in repr(run) and "no layer modules," in repr(run)
-
-
-def test_the_repr_has_depth_and_time_saved_and_the_end(tmp_path):
+def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
     loop = loop_in(tmp_path, total_steps=40)
     assert repr(loop.run) == "<egeria.Run: step 0 of 40, no layer modules yet, time saved not known>"
     loop.step(20)
@@ -229,30 +161,6 @@ def test_the_repr_has_depth_and_time_saved_and_the_end(tmp_path):
     assert text.endswith(" saved>") and "not known" not in text
     loop.run.close()
     assert "closed at step 20 of 40" in repr(loop.run) and f"{frozen} of" in repr(loop.run)
-
-
-class Hostile(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.add_module("<script>alert(1)<", nn.Linear(4, 4))
-        self.add_module("middle", nn.Linear(4, 4))
-        self.add_module("last", nn.Linear(4, 4))
-
-    def forward(self, x):
-        for part in self.children():
-            x = part(x)
-        return x
-
-
-def test_the_html_of_a_run_escapes_names(tmp_path):
-    specimen = Specimen(
-        case="names that are markup", build=Hostile, example=lambda random: ((torch.rand(4, 4, generator=random),), {})
-    )
-    loop = frozen_loop(tmp_path, specimen=specimen)
-    assert loop.run.modules[0].name.startswith("<script>")
-    text = loop.run._repr_html_()
-    assert "&lt;script&gt;alert(1)&lt;" in text and "<script" not in text
-    assert "<table" in text
 
 
 # --- notices -----------------------------------------------------------------------------------
@@ -274,20 +182,6 @@ def test_a_second_attach_to_a_watched_model_is_refused_and_the_first_goes_on(tmp
     assert loop.run.summary().step == 24
 
 
-def test_a_model_whose_run_was_closed_or_dropped_can_be_attached_again(tmp_path):
-    loop = loop_in(tmp_path / "0")
-    loop.run.close()
-    run = attach_again(loop, directory=tmp_path / "1")
-    run.itself = run  # dropped in a cycle, as a traceback makes one
-    del run
-    gc.disable()
-    try:
-        run = attach_again(loop, directory=tmp_path / "2")
-    finally:
-        gc.enable()
-    assert not run.summary().closed
-
-
 def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second_try(tmp_path):
     model, optimizer = fresh()
 
@@ -301,15 +195,6 @@ def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second
             cell(number)
         kept[:] = [error.value]
         del error
-
-
-def test_a_model_around_a_watched_one_is_refused_too(tmp_path):
-    loop = loop_in(tmp_path)
-    around = nn.Sequential(loop.model)
-    with pytest.raises(ConfigError, match="in whole or in part"):
-        egeria.attach(around, torch.optim.SGD(around.parameters(), lr=0.1))
-    loop.run.close()
-    egeria.attach(around, torch.optim.SGD(around.parameters(), lr=0.1), config=FAST).close()
 
 
 def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path):
@@ -326,23 +211,6 @@ def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path
     assert (summary.step, summary.num_earlier_runs) == (4, 1)
 
 
-def test_a_run_that_goes_on_in_its_directory_says_nothing(tmp_path):
-    loop = frozen_loop(tmp_path)
-    checkpoint = loop.save()
-    loop.run.close()
-    resumed = loop_in(tmp_path)
-    resumed.load(checkpoint)
-    assert tell(lambda: steps_of(resumed.run, resumed.model, resumed.optimizer, 1)) == []
-
-
-def test_a_directory_of_an_attempt_that_never_stepped_is_as_good_as_new(tmp_path):
-    loop_in(tmp_path).run.close()
-    model, optimizer = fresh()
-    second = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
-    assert tell(lambda: steps_of(second, model, optimizer, 1)) == []
-    assert len(read_journal(tmp_path).of(RunStarted)) == 2
-
-
 def steps_of(run, model, optimizer, count):
     """Count steps of a loop that calls the model and changes nothing."""
     args, kwargs = PARTS.example(torch.Generator().manual_seed(0))
@@ -357,71 +225,12 @@ def fresh():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# --- the report --------------------------------------------------------------------------------
-
-
-def test_the_report_says_frozen_now_of_an_open_run_and_at_the_end_of_a_closed_one(tmp_path):
-    loop = frozen_loop(tmp_path)
-    during = egeria.report(tmp_path)
-    assert "frozen now" in str(during) and "frozen now" in during.path.read_text(encoding="utf-8")
-    loop.run.close()
-    after = egeria.report(tmp_path)
-    page = after.path.read_text(encoding="utf-8")
-    assert "frozen at the end" in str(after) and "frozen at the end" in page
-    assert "frozen now" not in str(after) and "frozen now" not in page
-
-
 # --- two processes -----------------------------------------------------------------------------
-
-
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-def show_in_each_rank(_):
-    torch.manual_seed(0)
-    rank, lines, logged, seen = distributed.get_rank(), Lines(), [], []
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    logger = logging.getLogger("egeria")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(lines)
-    attach = {"config": FAST, "controller": ScriptedController(), "directory": "run" if rank == 0 else None}
-    log_to = (lambda values, step: logged.append(step)) if rank == 0 else object()  # not even looked at
-    model = DistributedDataParallel(model)
-    run = egeria.attach(model, optimizer, log_to=log_to, **attach)
-    run.on_event(seen.append)
-    for _ in range(20):
-        loss = model(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        run.step(loss)
-    summary = run.summary()
-    run.close()
-    logger.removeHandler(lines)
-    froze = [event.step for event in seen if isinstance(event, ModuleFrozen)]
-    return summary, froze, len([line for line in lines.lines if " froze " in line]), len(logged)
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(300)
-def test_each_of_two_processes_has_a_summary_and_events_and_the_first_alone_logs():
-    (first, froze, num_lines, num_logged), (second, froze_too, *silent) = run_ranks(show_in_each_rank, None)
-    assert first.frozen == second.frozen > 0 and second.time_saved_s is not None
-    assert first.parameter_share == second.parameter_share and first.modules == second.modules
-    assert froze == froze_too and len(froze) == num_lines > 0 and num_logged > 0
-    assert silent == [0, 0]
 
 
 LATER = {"IPython", "jinja2", "matplotlib", "multiprocessing.pool", "psutil", "rich", "sklearn", "transformers"}
 LATER |= {"accelerate", "datasets", "lightning", "mlflow", "peft", "tensorboard", "wandb"}
 LATER |= {"torch._dynamo", "torch.ao.quantization", "torch.distributed.fsdp", "torch.onnx"}
-LATER |= {"accelerate", "lightning", "pytorch_lightning", "peft"}
 """What only parts of the library need, and what is loaded when they are used."""
 
 

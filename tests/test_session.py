@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import statistics
-import time
 import warnings
 
 import pytest
@@ -65,7 +63,7 @@ def train(run, model, optimizer, count, *, call=None, loss=None):
         ({"model": len}, r"torch\.nn\.Module.*found builtin_function"),
         ({"optimizer": 0.1}, "takes a torch optimizer.*found float"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "holds none of them"),
-        *(({"total_steps": steps}, "whole number above 0") for steps in (0, 2.5, "100", True)),
+        ({"total_steps": 2.5}, "whole number above 0"),
         ({"config": {"freezing": {"windw": 3}}}, "windw"),
         ({"config": {"unfreezing": {"rule": "cosin"}}}, "cosin"),
         ({"config": 17}, "dictionary or the path of a TOML file, found int"),
@@ -115,26 +113,16 @@ def test_a_model_with_too_few_layers_to_cut_is_told_at_the_first_step(make, call
     run.close()
 
 
-def test_a_directory_that_cannot_be_made_keeps_the_journal_in_memory(tmp_path):
-    (tmp_path / "file").write_text("")
-    model, optimizer = model_and_optimizer()
-    with pytest.warns(EgeriaWarning, match="cannot be written"):
-        run = attach(model, optimizer, directory=tmp_path / "file" / "run", **PLAN)
-    train(run, model, optimizer, 12)
-    assert run.frozen == 3
-    run.close()
-
-
 # --- losses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [torch.ones(3), "0.5", None])
-def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, tmp_path):
+def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(tmp_path):
     model, optimizer = model_and_optimizer()
     with attach(model, optimizer, config={"plasticity": {"interval_steps": 2}}, directory=tmp_path) as run:
         optimizer.step()
-        with pytest.raises(ConfigError, match="number or a 0-d tensor"):
-            run.step(loss)
+        for wrong in (torch.ones(3), "0.5", None):
+            with pytest.raises(ConfigError, match="number or a 0-d tensor"):
+                run.step(wrong)
         run.step(torch.ones(1, requires_grad=True))
         optimizer.step()
         run.step(2)
@@ -196,6 +184,7 @@ WAYS = {
     "a refresh": {"controller": ScriptedController(refreshing=failing)},
     "a policy": {"policy": failing},
     "a freeze": {},
+    "a hook": {},
 }
 
 
@@ -204,14 +193,16 @@ def test_a_fault_never_reaches_the_loop_and_nothing_stays_frozen(way, tmp_path, 
     plain, loop = Loop(PARTS), scripted_loop(tmp_path, total_steps=40, **WAYS[way])
     if way == "a freeze":
         monkeypatch.setattr(Freezer, "_set_modes", failing)
+    elif way == "a hook":
+        monkeypatch.setattr("egeria.tree.contents", failing)
     plain.step(30)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as in test runs of a user: they stop no step either
         loop.step(30)
     assert differences(plain.everything(), loop.everything()) == [] and loop.run.frozen == 0
     journal = read_journal(tmp_path)
-    assert "injected" in journal.of(FaultCaught)[0].error
     told = journal.of(Declined)
+    assert "injected" in (journal.of(FaultCaught)[0].error if way != "a hook" else told[0].reason)
     assert len(told) == 1 and "freezing" in told[0].what + told[0].reason
     assert {**outside(loop.model), "attributes": None} == {**outside(plain.model), "attributes": None}
 
@@ -228,13 +219,6 @@ def test_a_batch_that_we_cannot_read_never_reaches_the_loop(tmp_path):
     with attach(model, optimizer, config=FAST, directory=tmp_path) as run:
         train(run, model, optimizer, 20, call=lambda x: model(Stubborn(x=x)))
     assert {"mine alone" in fault.error for fault in read_journal(tmp_path).of(FaultCaught)} == {True}
-
-
-def test_activations_that_are_no_tensors_end_the_judging_with_the_reason(tmp_path):
-    loop = Loop(SPECIMENS["Wrapped"], {"config": FAST, "directory": tmp_path})
-    loop.step(40)
-    (declined,) = read_journal(tmp_path).of(Declined)
-    assert "gives no tensor to judge it by" in declined.reason and loop.run.frozen == 0
 
 
 def test_a_reading_that_is_not_finite_is_dropped(tmp_path):
@@ -268,33 +252,24 @@ def test_the_model_is_cut_at_the_first_step_in_the_order_of_execution(tmp_path):
     assert read_journal(tmp_path).first(RunStarted).modules[0]["tap"] == "first"
 
 
-def test_a_plan_moves_at_its_exact_steps(tmp_path):
-    loop = Loop(PARTS, {**PLAN, "directory": tmp_path})
-    loop.step(20)
-    assert [(event.step, event.frozen) for event in read_journal(tmp_path).of(ModuleFrozen)] == [
-        (2, 1),
-        (10, 2),
-        (10, 3),
-    ]
-
-
 def saved(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
+    assert b"egeria" not in buffer.getvalue(), "it can be read without the library"
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
-def test_a_watched_model_can_be_copied_and_saved_at_any_time(copied, tmp_path):
+def test_a_watched_model_can_be_copied_and_saved_at_any_time(tmp_path):
     loop = Loop(PARTS, {**PLAN, "directory": tmp_path})
     (x,), _ = PARTS.example(torch.Generator().manual_seed(1))
     for steps in (0, 2, 9):
         loop.step(steps)
-        twin = copied(loop.model)
+        twin = saved(copy.deepcopy(loop.model))
         assert torch.equal(twin.eval()(x), copy.deepcopy(loop.model).eval()(x))
     assert loop.run.frozen == 3
     twin.train().requires_grad_(True)
+    assert all(part.training for part in twin.modules())
     twin(x).sum().backward()
     assert all(parameter.grad is not None for parameter in twin.parameters()) and loop.run.frozen == 3
 
@@ -309,33 +284,19 @@ def test_close_may_be_called_twice_and_steps_after_it_do_nothing(tmp_path):
     assert not loop.optimizer._optimizer_step_pre_hooks and not loop.optimizer._optimizer_step_post_hooks
 
 
-ENDS = ["closed", "dropped", "closed by its own callback", ZeroDivisionError, KeyboardInterrupt]
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("steps", [0, 12])
-def test_however_a_run_ends_the_model_is_as_it_was_found(end, steps, tmp_path):
+@pytest.mark.parametrize("end", ["dropped", "closed by its own callback", KeyboardInterrupt])
+def test_however_a_run_ends_the_model_is_as_it_was_found(end, tmp_path):
     loop = Loop(PARTS, {**PLAN, "directory": tmp_path})
     if end == "closed by its own callback":
         loop.run.on_event(lambda event: loop.run.close() if isinstance(event, ModuleFrozen) else None)
-    loop.step(steps)
-    if end == "closed":
-        loop.run.close()
-    elif end == "dropped":
+    loop.step(12)
+    if end == "dropped":
         loop.run = None
         gc.collect()
     elif isinstance(end, type):
         with pytest.raises(end), loop.run:
             raise end
-    elif not steps:
-        loop.run.close()
     assert outside(loop.model) == outside(Loop(PARTS).model.train())
-
-
-def test_a_run_of_no_steps_has_a_whole_journal(tmp_path):
-    with attach(*model_and_optimizer(), total_steps=9, directory=tmp_path) as run:
-        run.log(accuracy=0.5)
-    assert [event.kind for event in read_journal(tmp_path)] == ["metric", "run_started", "run_closed"]
 
 
 def test_the_scheduler_names_the_rule_and_total_steps_the_interval(tmp_path):
@@ -385,45 +346,6 @@ def test_grad_scaler_with_one_or_several_optimizers(split, tmp_path, device):
     run.close()
 
 
-class Graph(nn.Module):
-    """Its samples are the nodes of one graph, whose edges it holds itself."""
-
-    def __init__(self, num_nodes):
-        super().__init__()
-        self.register_buffer("edges", torch.eye(num_nodes) + torch.ones(num_nodes, num_nodes))
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-    def forward(self, nodes):
-        for layer in self.layers:
-            nodes = torch.relu(layer(self.edges @ nodes / len(nodes)))
-        return nodes
-
-
-def test_a_model_that_cannot_run_on_a_part_of_its_batch_is_not_judged(tmp_path):
-    torch.manual_seed(0)
-    model = Graph(6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {**FAST, "plasticity": {**FAST["plasticity"], "num_samples": 4}}
-    with attach(model, optimizer, config=config, directory=tmp_path) as run, pytest.warns(EgeriaWarning):
-        train(run, model, optimizer, 12)
-    (declined,) = read_journal(tmp_path).of(Declined)
-    assert declined.what == "freezing" and "RuntimeError: mat1 and mat2" in declined.reason
-    assert not read_journal(tmp_path).of(FaultCaught)
-
-
-def test_all_that_egeria_does_is_counted_as_overhead(tmp_path):
-    loop = scripted_loop(tmp_path, controller=ScriptedController(readings=lambda *_: time.sleep(0.02) or 1.0))
-    loop.step(20)
-    loop.run.close()
-    journal = read_journal(tmp_path)
-    evaluations = [event for event in journal if event.kind == "plasticity"]
-    closed = journal.events[-1]
-    assert closed.overhead_wall_s > sum(event.wall_s for event in evaluations) > 0.02 * len(evaluations) > 0
-    assert closed.overhead_wall_s > closed.overhead_cpu_s > 0
-    iteration_s = statistics.median(event.iteration_wall_s for event in journal.of(IntervalMeasured))
-    assert iteration_s < 0.02, "an iteration is the user's own"
-
-
 def test_the_rate_of_the_layers_that_may_freeze_counts(tmp_path):
     model, _ = model_and_optimizer()
     groups = [{"params": model.parts.parameters(), "lr": 0.1}, {"params": model.head.parameters(), "lr": 0.5}]
@@ -440,8 +362,8 @@ def test_the_rate_of_the_layers_that_may_freeze_counts(tmp_path):
 # --- resuming ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "stop"), [("Backwards", 1), ("with_dropout", 23)])
-def test_a_job_that_died_after_its_checkpoint_resumes_into_the_same_journal(name, stop, tmp_path):
+def test_a_job_that_died_after_its_checkpoint_resumes_into_the_same_journal(tmp_path):
+    name, stop = "with_dropout", 23
     config = {**FAST, "freezing": {"tolerance_share": 2.0}}
     whole, first = (Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / part}) for part in "ab")
     whole.step(60)
@@ -483,32 +405,18 @@ def test_a_state_of_another_egeria_or_of_another_model_is_refused(tmp_path):
         grown.run.load_state_dict(state)
 
 
-@pytest.mark.parametrize("steps", [0, 8])
-def test_a_run_can_be_rolled_back_in_place(steps, tmp_path):
+def test_a_run_can_be_rolled_back_in_place(tmp_path):
     loop = scripted_loop(tmp_path)
-    loop.step(steps)
+    loop.step(8)
     checkpoint = loop.save()
-    loop.step(40 - steps)
+    loop.step(32)
     losses, deepest = loop.losses, loop.run.frozen
     assert deepest == len(loop.run.modules) - 1
     loop.load(checkpoint)
     assert loop.run.frozen == 0
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
-    loop.step(40 - steps)
-    assert loop.run.frozen == deepest and loop.losses == losses
-
-
-def test_a_run_that_has_given_up_freezing_trains_on_where_it_is_rolled_back(tmp_path):
-    loop = scripted_loop(tmp_path)
-    loop.step(8)
-    state = loop.run.state_dict()
     loop.step(32)
-    loop.model.requires_grad_(True)
-    loop.step(2)
-    loop.run.load_state_dict(state)
-    loop.step(40)
-    assert loop.run.frozen == 0
-    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+    assert loop.run.frozen == deepest and loop.losses == losses
 
 
 def test_a_closed_run_refuses_a_state_and_has_that_from_before_it_was_closed(tmp_path):
@@ -546,104 +454,6 @@ def test_what_the_user_froze_before_and_trains_later_is_never_frozen_by_us(way, 
     assert not any(map(torch.equal, before, loop.model.parts[0].parameters()))
     loop.run.close()
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
-
-
-def test_a_loop_that_trains_what_is_frozen_has_the_last_word(tmp_path):
-    loop = frozen_loop(tmp_path)
-    loop.model.requires_grad_(True)
-    loop.step(2)
-    assert loop.run.frozen == 0
-    (declined,) = read_journal(tmp_path).of(Declined)
-    assert "frozen parameters were changed by the training loop" in declined.reason
-    assert all(parameter.requires_grad for parameter in loop.model.parameters())
-
-
-class Prompted(SPECIMENS["Tied"].build):
-    """Begins with the output of its embedding."""
-
-    def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.output(hidden)
-
-
-def test_a_soft_prompt_in_front_of_frozen_layers_keeps_its_gradient_also_where_a_run_goes_on(tmp_path):
-    torch.manual_seed(0)
-    model, prompt = Prompted(), nn.Parameter(torch.randn(6, 5, 8))
-    optimizer = torch.optim.SGD([*model.parameters(), prompt], lr=0.01)
-    state, gradients = None, []
-    for part in ("first", "second"):
-        with attach(model, optimizer, total_steps=40, plan="0.2:1", directory=tmp_path / part) as run:
-            if state is not None:
-                run.load_state_dict(state)
-            for _ in range(20):
-                model(prompt).square().mean().backward()
-                gradients.append(prompt.grad is not None and bool(prompt.grad.any()))
-                optimizer.step()
-                optimizer.zero_grad()
-                run.step(1.0)
-            state = run.state_dict()
-            assert run.frozen == 1
-    assert all(gradients) and len(gradients) == 40
-
-
-class TwoPlayers(nn.Module):
-    """A trunk and two heads of one class, trained in turn."""
-
-    def __init__(self):
-        super().__init__()
-        part = type(PARTS.build().parts["a"])
-        self.trunk = nn.ModuleList([part() for _ in range(3)])
-        self.policy, self.value = part(), part()
-
-    def forward(self, x):
-        for part in self.trunk:
-            x = part(x)
-        return self.policy(x), self.value(x)
-
-
-def test_heads_that_are_trained_in_turn_are_never_frozen(tmp_path):
-    torch.manual_seed(0)
-    model = TwoPlayers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    turns = iter(range(100))
-    with attach(model, optimizer, total_steps=40, plan="0.2:9", directory=tmp_path) as run:
-        train(run, model, optimizer, 40, call=lambda x: model(x)[next(turns) % 2])
-        heads = [*model.policy.parameters(), *model.value.parameters()]
-        assert run.frozen > 0 and all(parameter.requires_grad for parameter in heads)
-
-
-def test_a_critic_whose_gradients_go_on_and_off_is_not_said_to_be_frozen(tmp_path):
-    critic, maker = PARTS.build(), nn.Linear(8, 8)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (critic, maker)]
-    with (
-        pytest.warns(EgeriaWarning, match="frozen parameters were changed"),
-        attach(critic, optimizers[0], total_steps=20, plan="0.2:3", directory=tmp_path) as run,
-    ):
-        for step in range(20):
-            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
-            for trains, optimizer in zip((True, False), optimizers, strict=True):
-                critic.requires_grad_(trains)
-                critic(maker(x)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            run.step(1.0)
-        assert run.frozen == 0
-
-
-def test_modes_that_a_resumed_run_found_in_evaluation_follow_the_loop(tmp_path):
-    first = Loop(SPECIMENS["residual"], {"plan": "0.2:2", "total_steps": 40, "directory": tmp_path / "first"})
-    first.step(20)
-    checkpoint = first.save()
-    second = Loop(SPECIMENS["residual"], {"plan": "0.2:2", "total_steps": 40, "directory": tmp_path / "second"})
-    second.model.eval()
-    second.load(checkpoint)
-    assert second.run.frozen == 2
-    second.model.train()
-    front = [second.model.get_submodule(name) for name in second.run.modules[0].submodules]
-    assert not any(part.training for root in front for part in root.modules())
-    second.run.close()
-    assert all(module.training for module in second.model.modules())
 
 
 def test_a_model_is_exported_while_layers_are_frozen(tmp_path):

@@ -2,124 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-from types import MappingProxyType, SimpleNamespace
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from egeria import tree
 from egeria.model.batch import Batch
-
-
-class Pair(NamedTuple):
-    """A named tuple."""
-
-    first: object
-    second: object
-
-
-class Named(dict):
-    """A mapping that cannot be built from its items alone."""
-
-    def __init__(self, name, items):
-        super().__init__(items)
-        self.name = name
-
-
-def numbered():
-    return st.integers(0, 9).map(lambda number: torch.full((2, 3), float(number)))
-
-
-trees = st.recursive(
-    numbered() | st.none() | st.integers() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        | st.builds(Pair, inner, inner)
-    ),
-    max_leaves=12,
-)
-
-
-def shape_of(value):
-    """The containers and other values of a tree, with a mark for each tensor."""
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if isinstance(value, dict):
-        return (type(value), [(key, shape_of(entry)) for key, entry in value.items()])
-    if isinstance(value, (tuple, list)):
-        return (type(value), [shape_of(entry) for entry in value])
-    return value
-
-
-@given(trees)
-def test_mapping_changes_every_tensor_and_nothing_else(value):
-    doubled = tree.map_tensors(lambda tensor: tensor * 2, value)
-    assert shape_of(doubled) == shape_of(value)
-    before, after = list(tree.leaves(value)), list(tree.leaves(doubled))
-    assert len(before) == len(after)
-    assert all(torch.equal(old * 2, new) for old, new in zip(before, after, strict=True))
-
-
-def test_leaves_come_depth_first_in_the_order_of_the_containers():
-    a, b, c, d = (torch.full((1,), float(number)) for number in range(4))
-    found = list(tree.leaves({"z": [a, (b, "text")], "a": Pair(None, c), "m": {"k": d}, "n": 3}))
-    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d)]
-
-
-def test_containers_keep_their_type():
-    for container in [
-        lambda tensor: Pair(tensor, 3),
-        lambda tensor: collections.OrderedDict(b=tensor, a=1),
-        lambda tensor: collections.UserDict(b=tensor, a=1),
-        lambda tensor: MappingProxyType({"a": tensor}),
-        lambda tensor: torch.max(tensor, dim=1),
-        lambda tensor: torch.nn.utils.rnn.pack_sequence([tensor]),
-    ]:
-        value = container(torch.ones(2, 3, requires_grad=True))
-        cut = tree.detach(value)
-        assert type(cut) is type(value)
-        assert tree.requires_grad(value) and not tree.requires_grad(cut)
-        assert list(tree.leaves(cut)) != []
-
-
-def test_the_output_of_a_transformer_keeps_its_type():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    value = outputs.BaseModelOutput(last_hidden_state=torch.ones(2, 3, 4), hidden_states=(torch.ones(2, 3, 4),))
-    cut = tree.map_tensors(torch.neg, value)
-    assert type(cut) is type(value)
-    assert torch.equal(cut.last_hidden_state, -value.last_hidden_state)
-    assert tree.first_activation(value) is value.last_hidden_state
-
-
-@pytest.mark.parametrize("mapping", [Named("n", {"a": torch.ones(1)}), collections.defaultdict(list, a=torch.ones(1))])
-def test_a_mapping_that_cannot_be_rebuilt_becomes_a_plain_dictionary(mapping):
-    assert tree.map_tensors(torch.neg, mapping) == {"a": -torch.ones(1)}
-
-
-def test_other_values_are_carried_along_untouched():
-    other = SimpleNamespace(tensor=torch.ones(2, 2))
-    value = [other, "text", {1, 2}, range(3), None]
-    assert list(tree.leaves(value)) == []
-    assert all(new is old for new, old in zip(tree.map_tensors(torch.neg, value), value, strict=True))
-
-
-def test_detached_tensors_share_their_storage():
-    tensor = torch.ones(2, requires_grad=True)
-    (cut,) = tree.detach([tensor * 1 + 0, tensor])[1:]
-    assert cut.data_ptr() == tensor.data_ptr() and not cut.requires_grad
-
-
-def test_requires_grad_looks_at_every_tensor():
-    assert tree.requires_grad((torch.ones(1), {"a": [torch.ones(1, requires_grad=True)]}))
-    assert not tree.requires_grad((torch.ones(1), "text"))
-    assert not tree.requires_grad(None)
 
 
 def test_the_first_activation_is_of_floating_point_and_has_samples_and_features():
@@ -158,26 +47,6 @@ def test_a_tree_that_cannot_be_cut_safely_stays_whole():
         assert tree.take_rows(value, 4) is value
 
 
-class Slotted:
-    __slots__ = ("held", "unset")
-
-
-def test_contents_are_the_tensors_and_plain_values_wherever_they_are():
-    slotted = Slotted()
-    slotted.held = collections.deque([torch.ones(1), slice(1, 2)])
-    value = {"a": [SimpleNamespace(x=1, y=slotted)], "n": np.float32(2), "r": range(3), "f": len, "m": torch.nn.ReLU()}
-    assert [name for name, _ in tree.contents(value)] == [".a.0.x", ".a.0.y.held.0", ".a.0.y.held.1", ".n", ".r"]
-    assert tree.unreadable(value) == "" == tree.unreadable([{}, (), [], collections.deque()])
-
-
-class Elements(set):
-    """Has attributes beside its elements."""
-
-    def __init__(self):
-        super().__init__([1])
-        self.name = "elements"
-
-
 def test_what_cannot_be_looked_into_is_named():
     for value in [
         np.ones(2),
@@ -187,22 +56,7 @@ def test_what_cannot_be_looked_into_is_named():
         object(),
         torch.Generator(),
         iter([1]),
-        Elements(),
         slice(np.ones(2)),
     ]:
         found = tree.unreadable({"a": [1, SimpleNamespace(b=value)]}, "kwargs")
         assert found == f"kwargs.a.1.b ({type(value).__name__})"
-
-
-@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, device="meta")], ids=["sparse", "meta"])
-def test_tensors_that_are_not_plain_memory_cannot_be_looked_into(tensor):
-    assert tree.unreadable((torch.ones(2), tensor), "args") == "args.1 (Tensor)"
-
-
-def test_what_lies_too_deep_cannot_be_looked_into_and_a_circle_ends():
-    deep = circle = []
-    for _ in range(30):
-        deep = [deep]
-    assert tree.unreadable(deep).endswith(" (list)")
-    circle.append(circle)
-    assert tree.unreadable(circle) == ""

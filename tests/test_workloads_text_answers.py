@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 pytest.importorskip("transformers")
 
 from benchmarks.workloads.text.answers import exact_match, f1, score
 from benchmarks.workloads.text.corpora import Question
-from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
+from benchmarks.workloads.text.minilm import find_weights, load_tokenizer
 from benchmarks.workloads.text.windows import best_spans, cut_windows, training_rows
 from benchmarks.workloads.workload import MissingDataError
 
@@ -24,9 +23,8 @@ def weights(tmp_path_factory):
 
 
 class TestAnswers:
-    @pytest.mark.parametrize(
-        ("answer", "truth", "exact", "overlap"),
-        [
+    def test_by_hand(self):
+        for answer, truth, exact, overlap in [
             ("The Eiffel Tower!", "eiffel   tower", 1, 1),
             ("in the year 1066", "1066", 0, 0.5),  # 3 words, 1 common: 2 · 1 / (3 + 1)
             ("red red blue", "red blue blue", 0, 2 / 3),  # a word counts as often as both have it
@@ -34,11 +32,9 @@ class TestAnswers:
             ("theatre", "atre", 0, 0),  # an article is a word, not letters
             ("", "Paris", 0, 0),
             ("co-operate", "cooperate", 1, 1),
-        ],
-    )
-    def test_by_hand(self, answer, truth, exact, overlap):
-        assert exact_match(answer, truth) == exact
-        assert f1(answer, truth) == pytest.approx(overlap)
+        ]:
+            assert exact_match(answer, truth) == exact
+            assert f1(answer, truth) == pytest.approx(overlap)
 
     def test_the_best_of_what_people_answered_counts_and_silence_is_wrong(self):
         truths = {"one": ["1066", "the year 1066"], "two": ["Paris"]}
@@ -88,18 +84,3 @@ class TestMiniLM:
         assert len(covered) > len({tuple(sorted(span)) for span in covered})
         # In the middle of the paragraph, the answer has something around it on both sides.
         assert 8 < int(rows.labels["start_label"][1]) < 56
-
-    def test_the_weights_know_what_is_alike(self, weights):
-        transformers = pytest.importorskip("transformers")
-        bert = transformers.BertModel(load_config(weights))
-        load_weights(bert, weights)
-        tokenizer = load_tokenizer(weights)
-        texts = ["A man is playing a guitar.", "Someone plays music on a guitar.", "The stock market fell today."]
-        batch = tokenizer(texts, padding=True, return_tensors="pt")
-        with torch.no_grad():
-            hidden = bert.eval()(**batch).last_hidden_state
-        mask = batch["attention_mask"][:, :, None]
-        found = functional.normalize((hidden * mask).sum(1) / mask.sum(1))
-        alike, unlike = float(found[0] @ found[1]), float(found[0] @ found[2])
-        assert alike > 0.7
-        assert unlike < 0.2

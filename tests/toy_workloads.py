@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import torch
-from benchmarks.workloads.workload import MissingDataError, Setting, Training, Workload
+from benchmarks.workloads.workload import Setting, Training, Workload
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
+from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -43,34 +42,6 @@ def build_clusters(setting: Setting) -> Training:
     )
 
 
-def build_tuned(setting: Setting) -> Training:
-    """The clusters, by a model whose normalisation layers look trained, as in a fine-tuning, at a rate that decays."""
-    training = build_clusters(setting)
-    drawing = torch.Generator().manual_seed(9)
-    for block in training.model[:3]:
-        block.append(nn.LayerNorm(32))
-        nn.init.uniform_(block[-1].weight, 0.5, 1.5, generator=drawing)
-    optimizer = torch.optim.Adam(training.model.parameters(), lr=0.005)
-    num_steps = training.num_epochs * len(training.loader)
-    return dataclasses.replace(
-        training, optimizer=optimizer, scheduler=LambdaLR(optimizer, lambda step: 1 - step / num_steps)
-    )
-
-
-def build_narrow(setting: Setting) -> Training:
-    """The clusters, by a model with fewer neurons: samples enough for each."""
-    training = build_clusters(setting)
-    layers = (nn.Sequential(nn.Linear(before, 8), nn.ReLU()) for before in (32, 8, 8))
-    model = nn.Sequential(*layers, nn.Linear(8, 16))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = MultiStepLR(optimizer, [len(training.loader) * 4])
-    return dataclasses.replace(training, model=model, optimizer=optimizer, scheduler=scheduler)
-
-
-def build_without_data(setting: Setting) -> Training:
-    raise MissingDataError(f"the moon photographs are missing; looked for them in {setting.data / 'moon'}")
-
-
 def build_broken(setting: Setting) -> Training:
     raise ValueError("a fault in the workload")
 
@@ -81,8 +52,5 @@ def _workload(name: str, build) -> Workload:
 
 WORKLOADS = (
     _workload("toy", build_clusters),
-    _workload("no-data", build_without_data),
     _workload("broken", build_broken),
-    _workload("toy-tuned", build_tuned),
-    _workload("toy-narrow", build_narrow),
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import egeria
 from egeria import tree
+from laws.support import differences
 
 NUM_STEPS = 10
 PLANS = ("0:20 0.25:0 0.6:2", "0.3:1 0.6:3")
@@ -158,16 +159,6 @@ def check_by_hand(program: Program, directory: Any, plan: str, *, deepest: int |
 def moves(depths: list[int]) -> list[int]:
     """Return the depths that come after each other, from nothing frozen on."""
     return [depth for depth, before in zip(depths, [0, *depths], strict=False) if depth != before]
-
-
-def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Return the names of what is not equal to the last bit."""
-
-    def is_same(a: Any, b: Any) -> bool:
-        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-
-    missing = sorted(first.keys() ^ second.keys())
-    return missing + [name for name in first.keys() & second.keys() if not is_same(first[name], second[name])]
 
 
 def declined(directory: Any) -> list[str]:

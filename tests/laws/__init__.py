@@ -2,7 +2,6 @@
 
 `models`: the models, each small and chosen for one property.
 `support`: the loop, the same loop freezing by hand, and all that touches names or events of the library.
-`ranks`: two processes that run the jobs of law 6.
 `test_plain`: law 1, attached but never freezing = the plain loop; a refused model too.
 `test_controllers`: law 2, inline = process, and law 8, algorithm 1 worked out by hand.
 `test_cache`: law 3, cached = computed.

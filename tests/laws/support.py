@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import random
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -22,12 +20,12 @@ NONE: Front = frozenset()
 
 # --- what the library may word anew: texts of plans, settings, names of layer modules, kinds of events ----------------
 
-PLANS = ("0.25:1 0.5:2 0.75:20", "0.2:20 0.5:0 0.7:2", "0:20 0.25:0 0.6:2")
+PLANS = ("0.25:1 0.5:2 0.75:20", "0:20 0.25:0 0.6:2")
 """Share of the steps : frozen front modules from then on. More than there are means all but the last."""
 CACHES = {"none": {"enabled": False}, "memory": {"enabled": "auto"}, "disk": {"enabled": True}}
 """The settings `cache` of each way to keep what the frozen front puts out; "none" computes it."""
 UNCONDITIONAL = {"controller": {"budget_share": 1000.0, "load_limit": 1.0}, "cache": {"gate": "open"}}
-"""What makes the library act whatever it measures of this machine. Where there is no such setting it does anyway."""
+"""What makes the library act whatever it measures of this machine."""
 
 
 def depths_of(plan: str, num_modules: int) -> list[int]:
@@ -35,24 +33,9 @@ def depths_of(plan: str, num_modules: int) -> list[int]:
     return [min(int(entry.partition(":")[2]), num_modules - 1) for entry in plan.split()]
 
 
-@functools.cache
-def _has_setting(group: str, name: str) -> bool:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), {group: {name: UNCONDITIONAL[group][name]}}
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            egeria.attach(model, optimizer, policy="none", directory=directory, config=config).close()
-        except egeria.ConfigError:
-            return False
-    return True
-
-
 def settings(**groups: dict[str, Any]) -> dict[str, Any]:
     """Return these settings, with those of UNCONDITIONAL in the same groups that there are."""
-    more = {
-        group: {name: own[name] for name in own if _has_setting(group, name)} for group, own in UNCONDITIONAL.items()
-    }
-    return {group: {**more.get(group, {}), **own} for group, own in groups.items()}
+    return {group: {**UNCONDITIONAL.get(group, {}), **own} for group, own in groups.items()}
 
 
 def paper(interval_steps: int = 2, window: int = 3) -> dict[str, Any]:

@@ -10,17 +10,10 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from laws.models import MODELS, each_model
-from laws.ranks import Ranks
 from laws.support import Training, decisions, differences, how
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pair = Ranks()
-    yield pair
-    pair.close()
 
 
 def train(name, kind, directory, has_own_data=False):
@@ -41,9 +34,9 @@ def train(name, kind, directory, has_own_data=False):
 
 
 @each_model
-def test_law_6_two_ranks_decide_and_train_like_one(name, ranks, tmp_path):
+def test_law_6_two_ranks_decide_and_train_like_one(name, tmp_path):
     end, depths, weights = train(name, "paper", tmp_path / "one")
-    for two in ranks.run(train, name, "paper", tmp_path / "two"):
+    for two in run_ranks(train, name, "paper", tmp_path / "two"):
         assert two[1:] == (depths, weights)
         assert differences(two[0], end) == []
     assert decisions(tmp_path / "two") == decisions(tmp_path / "one")
@@ -51,8 +44,8 @@ def test_law_6_two_ranks_decide_and_train_like_one(name, ranks, tmp_path):
 
 
 @each_model
-def test_law_6_two_ranks_agree_at_each_step_on_data_of_their_own(name, ranks, tmp_path):
-    (_, depths, weights), second = ranks.run(train, name, "plan", tmp_path, True)
+def test_law_6_two_ranks_agree_at_each_step_on_data_of_their_own(name, tmp_path):
+    (_, depths, weights), second = run_ranks(train, name, "plan", tmp_path, True)
     assert second[1:] == (depths, weights)
     assert len(set(weights)) == len(weights), "nothing trains"
     assert MODELS[name].is_refused or (max(depths) > 1 and 0 in depths[depths.index(max(depths)) :]), "nothing froze"

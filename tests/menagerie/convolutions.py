@@ -23,7 +23,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, C, H, W]."""
         inner = functional.relu(self.norm1(self.conv1(x)))
         return functional.relu(x + self.dropout(self.norm2(self.conv2(inner))))
 
@@ -38,7 +37,6 @@ class Net(nn.Module):
         self.head = nn.Linear(channels, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
@@ -52,21 +50,6 @@ def with_dropout() -> nn.Module:
     return Net(*(Block(dropout=0.5) for _ in range(4)))
 
 
-def instance_norm() -> nn.Module:
-    """Blocks whose normalisation tracks statistics per image."""
-    return Net(*(Block(norm=lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True)) for _ in range(3)))
-
-
-def group_norm() -> nn.Module:
-    """Blocks without any running statistics."""
-    return Net(*(Block(norm=lambda c: nn.GroupNorm(2, c)) for _ in range(3)))
-
-
-def channels_last() -> nn.Module:
-    """Weights in channels_last."""
-    return residual().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-
 class OpenBlock(Block):
     """Leaves the last activation to whoever calls it."""
 
@@ -75,7 +58,6 @@ class OpenBlock(Block):
         self.norm2 = nn.Identity()
 
     def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, C, H, W]."""
         return x + self.conv2(functional.relu(self.norm1(self.conv1(x))))
 
 
@@ -86,7 +68,6 @@ class InPlace(Net):
         super().__init__(*(OpenBlock() for _ in range(3)))
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         x = self.stem(x)
         for block in self.blocks:
             x = functional.relu_(block(x))
@@ -105,7 +86,6 @@ class SkipConnected(nn.Module):
         self.head = nn.Conv2d(12, 2, 1)
 
     def forward(self, x: Tensor) -> Any:
-        """Return a map [B, 2, H, W]."""
         first = self.encoder1(self.stem(x))
         second = self.encoder2(functional.max_pool2d(first, 2))
         deep = functional.interpolate(self.bottom(functional.max_pool2d(second, 2)), scale_factor=2)
@@ -121,7 +101,6 @@ class TwoHeads(Net):
         self.auxiliary = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3] by name."""
         middle = self.blocks[:2](self.stem(x))
         return {"out": self.head(self.blocks[2](middle).mean((2, 3))), "aux": self.auxiliary(middle.mean((2, 3)))}
 
@@ -130,7 +109,6 @@ class StochasticDepth(Net):
     """Skips blocks at random while training."""
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         x = self.stem(x)
         for block in self.blocks:
             if not (self.training and torch.rand(()) < 0.3):
@@ -147,7 +125,6 @@ class NormsKeptInInference(Net):
     """Overrides `train` to keep every normalisation in inference mode, as fine-tuning recipes do."""
 
     def train(self, mode: bool = True) -> NormsKeptInInference:
-        """Leave normalisation alone."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -174,9 +151,6 @@ SPECIMENS = tuple(
     for build, case in (
         (residual, "blocks with batch normalisation and shortcuts"),
         (with_dropout, "dropout modules inside the blocks"),
-        (instance_norm, "running statistics that are not batch normalisation's"),
-        (group_norm, "no running statistics at all"),
-        (channels_last, "weights and activations in channels_last"),
         (InPlace, "the output of a block is overwritten behind it"),
         (SkipConnected, "front outputs are used again far behind the boundary"),
         (TwoHeads, "the output is a dictionary, and one head sits in the middle"),

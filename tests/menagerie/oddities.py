@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from menagerie.specimen import Arguments, Specimen, vectors
+from menagerie.specimen import Specimen, vectors
 
 
 class Part(nn.Module):
@@ -20,7 +22,6 @@ class Part(nn.Module):
         self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, D]."""
         return x + self.outer(torch.relu(self.inner(x)))
 
 
@@ -39,7 +40,6 @@ class Backwards(nn.Module):
         self.head, self.third, self.second, self.first = nn.Linear(8, 3), Part(), Part(), Part()
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         return self.head(self.third(self.second(self.first(x))))
 
 
@@ -52,7 +52,6 @@ class Parts(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         for part in self.parts:
             x = part(x)
         return self.head(x)
@@ -65,26 +64,6 @@ def front_frozen_before() -> nn.Module:
     return model
 
 
-def double_precision() -> nn.Module:
-    """Trains in float64."""
-    return Parts().double()
-
-
-class Counting(Parts):
-    """Counts its calls in a buffer, also in inference."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        self.calls += 1
-        return super().forward(x)
-
-
 class Replacing(Parts):
     """Puts a new buffer in the place of the old in every forward pass, and uses it."""
 
@@ -95,50 +74,15 @@ class Replacing(Parts):
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         self.scale = self.scale * 0.99
         return super().forward(x * self.scale)
-
-
-class CarryingState(Parts):
-    """Carries a hidden state from batch to batch in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        if self.state is not None:
-            x = x + 0.1 * self.state
-        self.state = self.parts[0](x).detach()
-        return super().forward(x)
 
 
 class OverwritingItsInput(Parts):
     """Changes the tensor it is given."""
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         return super().forward(x.mul_(0.5).add_(1))
-
-
-class CalledTwice(Parts):
-    """Runs its second part two times."""
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        for index in (0, 1, 1, 2, 3):
-            x = self.parts[index](x)
-        return self.head(x)
-
-
-class Noisy(Parts):
-    """Draws random numbers in inference too."""
-
-    def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
-        return super().forward(x + 0.01 * torch.randn_like(x))
 
 
 class PartsByName(Parts):
@@ -149,7 +93,6 @@ class PartsByName(Parts):
         self.parts = nn.ModuleDict({name: Part() for name in "abcd"})  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         for part in self.parts.values():  # type: ignore[operator]
             x = part(x)
         return self.head(x)
@@ -170,7 +113,6 @@ class Wrapped(nn.Module):
         self.parts = nn.ModuleList([WrappedPart() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Any:
-        """Return a parcel [B, D]."""
         parcel = Parcel(x)
         for part in self.parts:
             parcel = part(parcel)
@@ -181,7 +123,6 @@ class WrappedPart(Part):
     """Opens a parcel and packs another."""
 
     def forward(self, x: Any) -> Any:
-        """Keep the shape [B, D]."""
         return Parcel(super().forward(x.content))
 
 
@@ -189,9 +130,40 @@ class Remembering(Parts):
     """Keeps its last output, a computed tensor."""
 
     def forward(self, x: Tensor) -> Any:
-        """Return scores [B, 3]."""
         self.last = super().forward(x)
         return self.last
+
+
+class KeepingAll(Parts):
+    """Keeps what published models keep outside of buffers: a momentum encoder, a queue, losses, generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.key = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.queue, self.losses, self.counts, self.tags = torch.zeros(8), list[Tensor](), {"calls": 0}, {"new"}
+        self.random, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.register_buffer("average", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        self.key.weight.data = 0.9 * self.key.weight.data + 0.1 * self.encoder.weight.data
+        self.queue.mul_(0.9).add_(0.1 * x.detach().mean(dim=0))
+        self.average.mul_(0.9).add_(x.detach().mean(dim=0))
+        y = self.encoder(x) + self.key(x) + torch.rand(8, generator=self.random) + torch.rand(8) + self.average
+        y = y + self.numpy.random() + self.python.random() + self.queue + 0.01 * len(self.tags)
+        self.losses.append(y.square().mean())
+        self.counts["calls"] += 1
+        self.tags.add(str(self.counts["calls"]))
+        return super().forward(y + 0.001 * len(self.losses))
+
+
+class BreakingInInference(Parts):
+    """Cannot be run in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + torch.rand(x.shape)
+        if not self.training:
+            raise RuntimeError("broken on purpose")
+        return super().forward(x)
 
 
 class Uncopyable(Parts):
@@ -200,25 +172,6 @@ class Uncopyable(Parts):
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
-
-
-class DroppingPart(Part):
-    """Has a dropout that is not its own alone."""
-
-    def __init__(self, dropout: nn.Dropout) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Any:
-        """Keep the shape [B, D]."""
-        return x + self.dropout(self.outer(torch.relu(self.inner(x))))
-
-
-def one_dropout() -> nn.Module:
-    """Has one dropout for all of its parts."""
-    model, dropout = Parts(), nn.Dropout(0.5)
-    model.parts = nn.ModuleList([DroppingPart(dropout) for _ in range(4)])
-    return model
 
 
 def one_layer() -> nn.Module:
@@ -234,11 +187,6 @@ def traced() -> nn.Module:
     return torch.fx.symbolic_trace(chain())
 
 
-def _doubles(generator: torch.Generator) -> Arguments:
-    (x,), _ = vectors(generator)
-    return (x.double(),), {}
-
-
 SPECIMENS = (
     *(
         Specimen(case=case, build=build, example=vectors)
@@ -246,25 +194,21 @@ SPECIMENS = (
             (chain, "no blocks: every layer is one"),
             (Backwards, "defined in the reverse order of execution"),
             (front_frozen_before, "the first part has nothing to train"),
-            (Counting, "a buffer moves in every forward pass"),
             (Replacing, "every forward pass replaces a buffer that the next one reads"),
-            (CarryingState, "a hidden state travels from batch to batch"),
             (OverwritingItsInput, "the input is overwritten"),
-            (CalledTwice, "one part runs twice in a forward pass"),
-            (Noisy, "inference draws random numbers"),
             (Remembering, "a computed tensor among the attributes"),
             (PartsByName, "the parts live in a dictionary"),
             (traced, "its code was written by torch.fx"),
+            (KeepingAll, "what a pass leaves behind is everywhere"),
         )
     ),
-    Specimen(case="everything in float64", build=double_precision, example=_doubles),
     *(
         Specimen(case=case, build=build, example=vectors, unsupported=reason)
         for build, case, reason in (
             (Wrapped, "activations travel in objects of the user's own", "gives no tensor to judge it by"),
             (Uncopyable, "an attribute that cannot be copied", "deep copy"),
             (one_layer, "a single layer", "two layers"),
+            (BreakingInInference, "it raises in evaluation mode", "broken on purpose"),
         )
     ),
-    Specimen(case="one dropout serves all parts, the active ones too", build=one_dropout, example=vectors),
 )

@@ -23,7 +23,6 @@ class Layer(nn.Module):
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-        """Keep the shape [B, T, D]."""
         y = self.norm(x)
         x = x + functional.scaled_dot_product_attention(
             self.query(y), self.key(y), self.value(y), attn_mask=mask, dropout_p=0.1 if self.training else 0.0
@@ -42,7 +41,6 @@ class Reader(nn.Module):
         self.output = nn.Linear(8, 20, bias=False)
 
     def forward(self, words: Tensor) -> Any:
-        """Return scores [B, T, 20]."""
         x = self.embed(words) + self.position
         for layer in self.layers:
             x = layer(x)
@@ -61,7 +59,6 @@ class Checkpointed(Reader):
     """Recomputes each layer in the backward pass."""
 
     def forward(self, words: Tensor) -> Any:
-        """Return scores [B, T, 20]."""
         x = self.embed(words) + self.position
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
@@ -72,7 +69,6 @@ class ReentrantlyCheckpointed(Reader):
     """Recomputes each layer in the backward pass, the old way."""
 
     def forward(self, words: Tensor) -> Any:
-        """Return scores [B, T, 20]."""
         x = self.embed(words) + self.position
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=True)
@@ -83,7 +79,6 @@ class TupleLayer(Layer):
     """Returns a tuple, the hidden state first."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-        """Return ([B, T, D], None, a count)."""
         return super().forward(x, mask), None, torch.tensor(3)
 
 
@@ -95,7 +90,6 @@ class Tuples(Reader):
         self.layers = nn.ModuleList([TupleLayer() for _ in range(4)])
 
     def forward(self, words: Tensor) -> Any:
-        """Return a tuple of scores [B, T, 20]."""
         x = self.embed(words) + self.position
         for layer in self.layers:
             x = layer(x)[0]
@@ -106,7 +100,6 @@ class ByKeyword(Reader):
     """Is called with keywords, among them a mask shared by the batch."""
 
     def forward(self, *, words: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
-        """Return scores [B, T, 20]."""
         x = self.embed(words) + self.position
         for layer in self.layers:
             x = layer(x, mask=mask)
@@ -129,7 +122,6 @@ class TorchEncoder(nn.Module):
         self.output = nn.Linear(8, 20)
 
     def forward(self, words: Tensor) -> Any:
-        """Return scores [B, T, 20]."""
         return self.output(self.encoder(self.embed(words)))
 
 
@@ -145,24 +137,8 @@ class Translator(nn.Module):
         self.output = nn.Linear(8, 20)
 
     def forward(self, words: Tensor) -> Any:
-        """Return scores [T, B, 20]."""
         x = self.embed(words).transpose(0, 1)
         return self.output(self.core(x, x))
-
-
-class Recurrent(nn.Module):
-    """A recurrent front that returns its state beside its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 8)
-        self.memory = nn.LSTM(8, 8, batch_first=True)
-        self.middle, self.output = nn.Linear(8, 8), nn.Linear(8, 20)
-
-    def forward(self, words: Tensor) -> Any:
-        """Return scores [B, T, 20]."""
-        states, _ = self.memory(self.embed(words))
-        return self.output(functional.relu(self.middle(states)))
 
 
 SPECIMENS = (
@@ -175,7 +151,6 @@ SPECIMENS = (
             (Tuples, "layers return tuples that hold more than the activation"),
             (TorchEncoder, "in inference torch would fuse each layer and call no submodule"),
             (Translator, "batch second, two inputs, encoder before decoder"),
-            (Recurrent, "a recurrent layer returns its state beside its output"),
         )
     ),
     Specimen(
