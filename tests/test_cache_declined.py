@@ -133,7 +133,7 @@ def hooked():
         (Telling, "the rest of the model reads more of them than that"),
         (TellingTheLoop, "attribute blocks.1.note differs"),
         (Packing, "an object of its own"),
-        (Branching, "blocks.0 does not run"),
+        (Branching, "blocks.0 was called 0 times"),
         (hooked, "forward hook on a frozen layer"),
     ],
 )

@@ -113,10 +113,15 @@ def test_the_share_that_it_skips_is_that_of_the_backward_passes():
     assert plan("").skipped_share(shares) == plan("step 5:1", total_steps=None).skipped_share(shares) == 0
 
 
-def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
-    drawn = draw_up(MODULES, 1000, pretrained=True)
-    assert str(drawn) == "0.6666:1 0.8333:2" and "pretrained" in drawn.reason and "50%" in drawn.reason
-    assert (drawn.modules, drawn.total_steps) == (MODULES, 1000)
+def test_with_adam_the_last_module_begins_alone_and_without_it_the_front_freezes_late():
+    facts = {"pretrained": True, "total_steps": 1000, "num_parameters": 2_000_000}
+    adam, sgd = (draw_up(MODULES, **facts, adaptive=adaptive) for adaptive in (True, False))
+    assert draw_up(MODULES, **{**facts, "num_parameters": 1_000_000}, adaptive=True) == sgd, "so small a model"
+    assert str(adam) == "0:3 0.25:0 0.8:1 0.9:2" and "trains alone up to 25% of the steps" in adam.reason
+    assert str(sgd) == "0.8666:1 0.9333:2" and "pretrained: everything trains up to 80%" in sgd.reason
+    assert (adam.modules, adam.total_steps) == (MODULES, 1000)
+    assert [adam.share_at(depth) for depth in range(4)] == pytest.approx([0.55, 0.1, 0.1, 0.25])
+    assert [str(draw_up(MODULES[:n], **facts, adaptive=True)) for n in (0, 1, 2)] == ["", "", "0:1 0.25:0"]
     assert [tuple(move)[:2] for move in even_moves(6, start=0.0)] == [(0.2, 1), (0.4, 2), (0.6, 3), (0.8, 4)]
     assert [even_moves(count, 0.5) for count in (0, 1, 2)] == [()] * 3
 
