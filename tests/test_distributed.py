@@ -24,17 +24,15 @@ FAILS = {
     "nowhere": (lambda: "fine", ["fine", "fine"]),
     "work": (lambda: 1 / 0, "rank 1: ZeroDivisionError: division by zero"),
     "result": (lambda: lambda: "cannot be pickled", "rank 1: "),
-    "before": (lambda: "not to be called", "rank 1: ValueError: the disk is full"),
 }
 
 
 def fail():
-    """Return how exchanges end on this rank where rank 1 fails in them or has failed before."""
+    """Return how exchanges end on this rank where rank 1 fails in them."""
     found, is_second = [], ranks.rank() == 1
-    for what, (work, _) in FAILS.items():
-        pending = ValueError("the disk is full") if what == "before" and is_second else None
+    for work, _ in FAILS.values():
         try:
-            answer = ranks.together(work if is_second else lambda: "fine", pending=pending)
+            answer = ranks.together(work if is_second else lambda: "fine")
         except ranks.RankError as error:
             answer = str(error)
         found.append((answer, ranks.exchange(ranks.rank())))

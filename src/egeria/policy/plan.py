@@ -20,7 +20,6 @@ JUDGED_STEPS = 8  # the loss of fewer steps tells little
 ALONE = 0.25  # share of the steps in which the last layer module trains alone
 LATE_START = 0.7  # share of the steps after which modules freeze evenly, behind such a phase
 LATER_START = 0.8  # the same without one: with SGD, a start at half of the steps cost 3.3 points
-LARGE = 2_000_000  # parameters of a model from which on such a phase was free (record 0048)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +105,7 @@ def draw_up(
     *,
     pretrained: bool,
     adaptive: bool,
-    num_parameters: int,
+    batch_norm: bool,
 ) -> Plan:
     """Return the plan of a training; that of a model trained from scratch freezes nothing.
 
@@ -116,14 +115,16 @@ def draw_up(
         pretrained: whether the weights come from an earlier training.
         adaptive: whether the optimizers scale each parameter's steps, as Adam does. A step of SGD
             is as long as its gradient, and a head that fits leaves the body little of that.
-        num_parameters: of the whole model; a small one has more to learn (both record 0048).
+        batch_norm: whether the model has batch normalisation. Its statistics are those of the
+            first training until it trains again, and the last layer module would learn from
+            features that change then (both records 0048 and 0049).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
         reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
     elif total_steps is None:
         reason = "total_steps is not known; pass it to attach"
-    elif adaptive and num_parameters >= LARGE and len(modules) > 1:
+    elif adaptive and not batch_norm and len(modules) > 1:
         alone = (Move(0.0, len(modules) - 1), Move(ALONE, 0))
         moves = (*alone, *even_moves(len(modules), LATE_START))
         reason = f"pretrained: the last layer module trains alone up to {ALONE:.0%} of the steps"

@@ -167,7 +167,7 @@ def check_plan(
         settings = replace(settings, plan=resolve(settings.plan, names, length_of(loader)))
     if not has_epochs:  # whose length is known from the first step on
         # The fewest layer modules of which a plan that is drawn up freezes one.
-        facts = {"pretrained": True, "adaptive": False, "num_parameters": 0}
+        facts = {"pretrained": True, "adaptive": False, "batch_norm": False}
         find_plan(settings, ("",) * 3, total_steps, **facts)
 
 

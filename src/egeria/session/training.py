@@ -28,10 +28,11 @@ from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
 
 def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return what `draw_up` takes beside the layer modules: `adaptive` and `num_parameters`."""
+    """Return what `draw_up` takes beside the layer modules: `adaptive` and `batch_norm`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     adaptive = all("betas" in group for group in groups)  # as those of Adam and its kin
-    return {"adaptive": adaptive, "num_parameters": sum(p.numel() for p in model.parameters())}
+    batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
+    return {"adaptive": adaptive, "batch_norm": batch_norm}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
