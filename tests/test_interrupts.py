@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
+from egeria.cache.boundary import Record
 from laws.models import ResidualNet
 
 ROOT = str(Path(egeria.__file__).parent)
@@ -119,3 +121,27 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(kind, places, tmp_path):
         if wrong:
             found[tracer.place] = wrong
     assert found == {}
+
+
+def test_a_close_behind_an_interrupted_look_at_the_frozen_front_takes_its_hooks_off(tmp_path, monkeypatch):
+    calls, take_off = [], Record.close
+
+    def close(record):
+        calls.append(None)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        take_off(record)
+
+    monkeypatch.setattr(Record, "close", close)
+    model, rows = ResidualNet(), torch.randn(12, 3, 6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(TensorDataset(rows), batch_size=4)
+    run = egeria.attach(model, optimizer, loader, total_steps=30, plan="0:9", directory=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        for (batch,) in [entry for _ in range(10) for entry in loader]:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(1.0)
+    run.close()
+    assert len(calls) >= 12 and left_over(model, optimizer) == []

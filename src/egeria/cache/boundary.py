@@ -283,6 +283,14 @@ class Boundary:
         odd = next((name for name in skipped if calls[name] != 1), "")
         require(not odd, f"{odd} was called {calls[odd]} times in a pass that leaves it out")
 
+    def close(self) -> None:
+        """Take off the hooks of all records, also of one whose own `close` was interrupted."""
+        for root in self.roots.values():
+            owners = [getattr(hook, "owner", None) for hook in root._forward_hooks.values()]
+            for owner in owners:
+                if isinstance(owner, Record):
+                    sweep(root, owner)
+
     def run_front(self, batch: Batch) -> Tensor:
         """Return what crosses for a batch, by a pass of our own with other random numbers."""
         record = Record(self)

@@ -103,8 +103,7 @@ class Generation:
 
     def close(self, number: int) -> None:
         """Free what is stored, and journal what it was used for, under a number."""
-        if self._first is not None:
-            self._first.close()
+        self.boundary.close()
         self.store.close()
         used = CacheUsed(
             step=self._recorder.step,
