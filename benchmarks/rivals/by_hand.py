@@ -26,19 +26,24 @@ class HeadOnly(FrontRival):
         "part": Option("module", "module or classifier", ("module", "classifier").__contains__),
     }
 
+    def prepare(self) -> None:
+        """Nothing of the last layer module is fixed yet."""
+        self._fixed: list[torch.nn.Parameter] = []
+
     def begin_epoch(self, epoch: int) -> None:
         """Freeze, at the first."""
         self.move_to(self.layers.deepest, "from the start")
-        if self.values["part"] == "classifier":  # the last submodule with parameters of its own
+        if self.values["part"] == "classifier" and not self._fixed:
+            # All but the last submodule with parameters of its own.
             owners = [own for own in self.training.model.modules() if any(True for _ in own.parameters(recurse=False))]
             head = {*owners[-1].parameters()}
-            for parameter in self.layers.parameters[-1]:
-                parameter.requires_grad_(parameter in head)
+            own = (entry for entry in self.layers.parameters[-1] if entry.requires_grad)
+            self._fixed = [entry.requires_grad_(False) for entry in own if entry not in head]
 
     def close(self) -> None:
         """Leave the model as it was found."""
         super().close()
-        for parameter in self.layers.parameters[-1]:
+        for parameter in self._fixed:
             parameter.requires_grad_(True)
 
 

@@ -357,7 +357,7 @@ class _Graph:
         What still trains in front of the boundary must train behind it too (tied weights). Nothing
         of it may be reached around the boundary (the embedding that a decoder uses as well), nor an
         input in front of it, and no later layer module may be there (a block that is called twice),
-        nor what trains and is not of the model.
+        nor a trained tensor outside of the model.
         """
         edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else None
         if not edge:
