@@ -11,8 +11,8 @@ from torch import nn
 
 import egeria
 from egeria import Config, ConfigError, StateError, read_journal
-from egeria.config.checks import resolve
 from egeria.events import Declined, FaultCaught, ModuleFrozen, PlanMade, Thawed
+from egeria.moves import resolve
 from egeria.policy import Interval, Plan, draw_up, find_maker, find_plan, find_rule
 from egeria.policy.plan import even_moves
 

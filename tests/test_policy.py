@@ -15,10 +15,8 @@ from egeria.policy import (
     Reading,
     find_maker,
     find_rule,
-    rule_for_schedule,
 )
-from egeria.policy.paper import choose_interval
-from egeria.policy.schedules import RULES, Moment
+from egeria.policy.paper import RULES, Moment, choose_interval, rule_for_schedule
 
 # The worked example, by hand. W = 3, T = 20 % of the largest of the first three slopes.
 #
@@ -260,7 +258,5 @@ def test_the_scheduler_picks_the_rule():
 def test_interval_follows_the_papers_guideline():
     for interval_steps, total_steps, chosen in [(None, 78_000, 318), (7, 78_000, 7), (None, None, 100), (None, 10, 1)]:
         config = Config(plasticity=PlasticityConfig(interval_steps=interval_steps))
-        steps, reason = choose_interval(config, total_steps=total_steps, num_modules=7)
-        assert steps == chosen  # the paper rounds 318 to 300
-        assert chosen != 318 or "78000" in reason
+        assert choose_interval(config, total_steps=total_steps, num_modules=7) == chosen  # the paper rounds 318 to 300
     assert Asked(num_modules=7, window=10, total_steps=78_000).policy.wants.interval_steps == 318

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria import tree
-from egeria.config import Config, PolicyConfig
-from egeria.config.checks import check, count, optional, read_plan, resolve, wrong_plan
+from egeria.config import Config, PolicyConfig, check, count, optional
 from egeria.distributed.ranks import world_size
 from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
@@ -34,6 +33,7 @@ from egeria.model.compile import is_compiled
 from egeria.model.cut import make_modules
 from egeria.model.hooks import copies_of_computed
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
+from egeria.moves import read_plan, resolve, wrong_plan
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent

@@ -25,14 +25,14 @@ from torch import nn
 
 import egeria
 from egeria.advice import advise
-from egeria.config import ModulesConfig
-from egeria.config.checks import check, wrong_plan
+from egeria.config import ModulesConfig, check
 from egeria.controller import choose
 from egeria.errors import ConfigError, EgeriaError, brief
 from egeria.model.cut import LayerModule, make_modules
 from egeria.model.group import find_pieces
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.model.watch import Watch
+from egeria.moves import wrong_plan
 from egeria.report.wording import percent
 
 PROBE_BYTES = 64 * 2**20

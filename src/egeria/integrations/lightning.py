@@ -81,7 +81,7 @@ class EgeriaCallback(Callback):
         self.run: Run | None = None
         self._name, self._logs = module, log
         self._config = read_config(config, controller, policy, plan)
-        choose_rule(self._config, scheduler=None, total_steps=1)  # finds what it names
+        choose_rule(self._config)  # finds what it names
         self._settings: Any = {"directory": directory, "controller": controller}
         self._first_step = 0
         """Of the trainer, when the run began."""

@@ -23,7 +23,7 @@ import egeria
 from egeria.config import Config
 from egeria.distributed.ranks import rank, together
 from egeria.errors import brief
-from egeria.journal import FILE_NAME, Recorder, is_url
+from egeria.journal import FILE_NAME, Recorder
 from egeria.policy import Maker
 from egeria.report.trackers import Tracker, find_trackers, scalars
 from egeria.session.checks import choose_rule, read_config
@@ -67,7 +67,7 @@ class EgeriaCallback(TrainerCallback):
         self.run: egeria.Run | None = None
         self.report: Path | None = None
         self._config = read_config(config, None, policy, plan)
-        choose_rule(self._config, scheduler=None, total_steps=1)  # finds what it names
+        choose_rule(self._config)  # finds what it names
         self._directory, self._logs = directory, log
         self._trainer: Any = None
         self._checkpoint: Path | None = None
@@ -124,7 +124,6 @@ class EgeriaCallback(TrainerCallback):
         # A trial of a search has a folder of its own.
         output = Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None)))
         folder = output / DIRECTORY if self._directory is None else Path(self._directory)
-        url = self._directory if is_url(self._directory) else None
         callbacks = trainer.callback_handler.callbacks
         held = [getattr(entry, name, None) for entry in callbacks for name in TRACKERS]
         attach = functools.partial(
@@ -137,7 +136,7 @@ class EgeriaCallback(TrainerCallback):
             log_to=[_keeper(entry) for entry in held if entry is not None and self._logs],
         )
         if saved is not None:
-            place = url or folder.with_name(saved["journal"])
+            place = folder.with_name(saved["journal"])
             self.run = attach(total_steps=state.max_steps, directory=place)
             try:
                 self.run.load_state_dict(saved["run"])
@@ -147,7 +146,7 @@ class EgeriaCallback(TrainerCallback):
                 self._begins_anew(f"the state in the checkpoint does not fit ({error})")
         # Without its own state a run knows of the steps to come only.
         steps = max(1, state.max_steps - state.global_step)
-        self.run = attach(total_steps=steps, directory=url or _unused(folder))
+        self.run = attach(total_steps=steps, directory=_unused(folder))
 
     def _saved_state(self) -> dict[str, Any] | None:
         """Return the state in the checkpoint; None where a process has none to read."""

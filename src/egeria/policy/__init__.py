@@ -1,13 +1,12 @@
 """Deciding what is frozen: plain Python, numbers in and a depth out.
 
 `base` is the contract, which a policy of the user's own fulfils as well. `plan` has the default
-policy, `paper` that of the paper, with its rules for thawing in `schedules`.
+policy, `paper` that of the paper, with its rules for thawing.
 """
 
 from functools import partial
 
-from egeria.config import Config
-from egeria.config.checks import require
+from egeria.config import Config, require
 from egeria.policy.base import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
@@ -19,43 +18,20 @@ from egeria.policy.base import (
     Status,
     Wants,
 )
-from egeria.policy.paper import EgeriaPolicy
-from egeria.policy.plan import PLANNED, Plan, PlanPolicy, draw_up, find_plan
-from egeria.policy.schedules import (
-    RULES,
+from egeria.policy.paper import (
+    EgeriaPolicy,
     Moment,
     UnfreezeAction,
     UnfreezeRule,
     find_rule,
     rule_for_schedule,
 )
+from egeria.policy.plan import PLANNED, Plan, PlanPolicy, draw_up, find_plan
 
-__all__ = [
-    "BOOTSTRAPPING",
-    "KNOWLEDGE_GUIDED",
-    "PLANNED",
-    "POLICIES",
-    "RULES",
-    "Depth",
-    "EgeriaPolicy",
-    "Interval",
-    "Maker",
-    "Moment",
-    "Plan",
-    "PlanPolicy",
-    "Policy",
-    "Reading",
-    "Status",
-    "UnfreezeAction",
-    "UnfreezeRule",
-    "Wants",
-    "draw_up",
-    "find_maker",
-    "find_plan",
-    "find_rule",
-    "first_stage",
-    "rule_for_schedule",
-]
+__all__ = ["BOOTSTRAPPING", "KNOWLEDGE_GUIDED", "PLANNED", "POLICIES", "Depth", "EgeriaPolicy"]
+__all__ += ["Interval", "Maker", "Moment", "Plan", "PlanPolicy", "Policy", "Reading", "Status"]
+__all__ += ["UnfreezeAction", "UnfreezeRule", "Wants", "draw_up", "find_maker", "find_plan"]
+__all__ += ["find_rule", "first_stage", "rule_for_schedule"]
 
 POLICIES: dict[str, Maker] = {
     **dict.fromkeys((*PLANNED, "none"), PlanPolicy),

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import ROUNDING, Move, read_plan
 from egeria.errors import ConfigError
+from egeria.moves import ROUNDING, Move, read_plan
 from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan

@@ -16,8 +16,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from egeria.config.checks import read_plan
 from egeria.events import IntervalMeasured, PlanMade, PlasticityRead
+from egeria.moves import read_plan
 from egeria.report.summary import Summary
 from egeria.report.wording import percent
 

@@ -20,7 +20,7 @@ from egeria.config import Config
 from egeria.distributed.ranks import rank
 from egeria.errors import ConfigError, StateError, brief
 from egeria.events import Event, MetricLogged, Resumed, RunClosed
-from egeria.journal import Recorder, is_url, run_directory
+from egeria.journal import Recorder, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained
@@ -30,7 +30,7 @@ from egeria.report.trackers import find_trackers
 from egeria.session import checks
 from egeria.session.clock import Seconds, read_loss
 from egeria.session.session import Session
-from egeria.session.showing import Showing, as_html, in_a_line
+from egeria.session.showing import Showing, in_a_line
 from egeria.session.training import Training
 
 STATE_SCHEMA = 4
@@ -66,9 +66,7 @@ def attach(
             never stepped. A list where several optimizers have one each.
         total_steps: optimizer steps of the whole run; the default policy needs it.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
-        directory: where the journal and the report go; None makes one under `egeria_runs/`. From
-            here files are copied to a URL that fsspec knows, such as 's3://bucket/run', at `close`
-            and whenever the state is saved.
+        directory: where the journal and the report go; None makes one under `egeria_runs/`.
         controller: 'auto', 'process', 'inline' or a controller of your own, before `config`'s.
         policy: the name of a policy, before `config`'s; or an `egeria.policy.Maker` of your own.
         plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
@@ -84,16 +82,17 @@ def attach(
     """
     begin = Seconds.now()
     settings = checks.read_config(config, controller, policy, plan)
-    loader, scheduler = checks.unwrap_loader(loader), checks.unwrap_scheduler(scheduler)
+    loader, (rule_name, rule) = (
+        checks.unwrap_loader(loader),
+        checks.choose_rule(settings, scheduler),
+    )
     given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
     _check_unwatched(inner)
-    rule_name, rule = checks.choose_rule(settings, scheduler, total_steps)
     checks.check_plan(settings.policy, inner, loader, total_steps)
     checks.agree_on_the_run(settings, total_steps)
     leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []
-    url = str(directory) if is_url(directory) else None
-    recorder = Recorder(run_directory(directory) if leads else None, url=url, echoes=not leads)
+    recorder = Recorder(run_directory(directory) if leads else None, echoes=not leads)
     started = replace(UNKNOWN_START, config=settings.to_dict(), total_steps=total_steps)
     showing = Showing(recorder, trackers, started, speaks=leads)
     training = Training(
@@ -200,9 +199,6 @@ class Run:
     def __repr__(self) -> str:
         return f"<egeria.Run: {in_a_line(self.summary())}>"
 
-    def _repr_html_(self) -> str:
-        return as_html(self.summary())
-
     @property
     def packed(self) -> Packed:
         """The state for `torch.distributed.checkpoint`, such as `dcp.save({"run": run.packed})`."""
@@ -215,7 +211,6 @@ class Run:
         """
         if self._last_state is not None:
             return self._last_state
-        self._recorder.upload()
         return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

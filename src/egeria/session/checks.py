@@ -16,26 +16,23 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import resolve
 from egeria.distributed import ddp
 from egeria.distributed.ranks import together, world_size
 from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError
-from egeria.policy import (
-    UnfreezeRule,
-    find_maker,
-    find_plan,
-    find_rule,
-    rule_for_schedule,
-)
+from egeria.moves import resolve
+from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
 
-NOT_DECIDING = ("controller", "cache")
-"""Groups of settings that no decision depends on."""
-INNER_MODELS = {"_FabricModule": "_forward_module"}
-_OPTIMIZERS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
-INNER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, "optimizer")
-INNER_SCHEDULERS = dict.fromkeys(("AcceleratedScheduler", "LRSchedulerConfig"), "scheduler")
-INNER_LOADERS = {"DataLoaderAdapter": "base_dataloader", "_FabricDataLoader": "_dataloader"}
+_INNER = {
+    "_FabricModule": "_forward_module",
+    "_FabricOptimizer": "optimizer",
+    "_FabricDataLoader": "_dataloader",
+    "LightningOptimizer": "optimizer",
+    "LRSchedulerConfig": "scheduler",
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+    "DataLoaderAdapter": "base_dataloader",
+}
 """Classes of frameworks that wrap the user's own objects, and the attributes that hold those."""
 
 
@@ -65,7 +62,7 @@ def check_training(
         raise ConfigError(
             f"attach takes a torch.nn.Module, found {type(model).__name__}. Pass the model itself."
         )
-    given: nn.Module = _unwrap(model, INNER_MODELS)
+    given: nn.Module = _unwrap(model)
     inner = ddp.unwrap(given)
     optimizers = _check_optimizers(inner, optimizer)
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
@@ -77,17 +74,17 @@ def check_training(
     return given, inner, optimizers
 
 
-def _unwrap(given: Any, inner: Mapping[str, str]) -> Any:
+def _unwrap(given: Any) -> Any:
     """Return what is within wrappers of frameworks, however many there are."""
     # `type`, since some wrappers show the class of what they wrap as their own.
-    while names := [kind.__name__ for kind in type(given).__mro__ if kind.__name__ in inner]:
-        given = getattr(given, inner[names[0]])
+    while names := [kind.__name__ for kind in type(given).__mro__ if kind.__name__ in _INNER]:
+        given = getattr(given, _INNER[names[0]])
     return given
 
 
 def unwrap_loader(loader: Any) -> Any:
     """Return the user's own loader, without wrappers of frameworks; None where there is none."""
-    loader = _unwrap(loader, INNER_LOADERS)
+    loader = _unwrap(loader)
     is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
     if loader is None or (is_iterable and not isinstance(loader, (str, bytes, type, nn.Module))):
         return loader
@@ -104,14 +101,13 @@ def _describe(found: Any) -> str:
     return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
 
 
-def unwrap_scheduler(scheduler: Any) -> Any:
-    """Return the user's own scheduler without wrappers; None for none, a list for several."""
+def unwrap_schedulers(scheduler: Any) -> list[Any]:
+    """Return the user's own schedulers, of which there may be none, without wrappers."""
     if isinstance(scheduler, (list, tuple)):
-        several = [found for found in map(unwrap_scheduler, scheduler) if found is not None]
-        return several if len(several) > 1 else next(iter(several), None)
-    scheduler = _unwrap(scheduler, INNER_SCHEDULERS)
+        return [found for entry in scheduler for found in unwrap_schedulers(entry)]
+    scheduler = _unwrap(scheduler)
     if scheduler is None:
-        return None
+        return []
     is_another = isinstance(scheduler, type) or hasattr(scheduler, "param_groups")
     if is_another or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
@@ -119,7 +115,7 @@ def unwrap_scheduler(scheduler: Any) -> Any:
             f"{_describe(scheduler)}. Pass the one that your loop calls .step() on, a list where "
             "several optimizers have one each, or leave it out."
         )
-    return scheduler
+    return [scheduler]
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
@@ -128,8 +124,8 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     A model that is declined may be trained in other tensors than its parameters, as by ZeRO: that
     is no error.
     """
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers = [_unwrap(entry, INNER_OPTIMIZERS) for entry in given]
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [_unwrap(entry) for entry in given]
     for entry in optimizers:
         if not hasattr(entry, "param_groups"):
             what = "attach takes a torch optimizer, or a list of them"
@@ -145,16 +141,25 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     return optimizers
 
 
-def choose_rule(
-    config: Config, scheduler: Any, total_steps: int | None
-) -> tuple[str, UnfreezeRule]:
+def choose_rule(config: Config, scheduler: Any = None) -> tuple[str, UnfreezeRule]:
     """Return the unfreeze rule by name and as an object; check that the policy can be made."""
-    rule = config.unfreezing.rule
-    if rule == "auto":
-        rule = rule_for_schedule(_schedule_names(scheduler))
-    name = rule if isinstance(rule, str) else type(rule).__name__
     find_maker(config)
+    rule, schedulers = config.unfreezing.rule, unwrap_schedulers(scheduler)
+    if rule == "auto":
+        rule = rule_for_schedule([name for entry in schedulers for name in _names_of(entry)])
+    name = rule if isinstance(rule, str) else type(rule).__name__
     return name, find_rule(rule, config.unfreezing.drop_factor)
+
+
+def _names_of(scheduler: Any) -> list[str]:
+    """Return the names of a scheduler's class, of what it chains and of its functions."""
+    names = [type(scheduler).__name__]
+    for entry in getattr(scheduler, "lr_lambdas", ()):
+        function = getattr(entry, "func", entry)
+        names.append(getattr(function, "__qualname__", type(function).__name__))
+    for part in getattr(scheduler, "_schedulers", ()):
+        names += _names_of(part)
+    return names
 
 
 def check_plan(
@@ -171,30 +176,16 @@ def check_plan(
         find_plan(settings, ("",) * 3, total_steps, **facts)
 
 
-def _schedule_names(scheduler: Any) -> list[str]:
-    """Return the names of a scheduler's class, of what it chains and of its functions."""
-    if scheduler is None:
-        return []
-    if isinstance(scheduler, list):
-        return [name for part in scheduler for name in _schedule_names(part)]
-    names = [type(scheduler).__name__]
-    for entry in getattr(scheduler, "lr_lambdas", ()):
-        function = getattr(entry, "func", entry)
-        names.append(getattr(function, "__qualname__", type(function).__name__))
-    for part in getattr(scheduler, "_schedulers", ()):
-        names += _schedule_names(part)
-    return names
-
-
 def agree_on_the_run(config: Config, total_steps: int | None) -> None:
     """Raise ConfigError unless all processes of a job have the same settings and steps."""
     if world_size() == 1:
         return
-    # Without what is another object in each process, and without addresses within objects.
+    # No decision depends on controller and cache. What is another object in each process, and
+    # addresses within objects, differ.
     settings = {
         name: {key: value for key, value in group.items() if not str(value).startswith("<")}
         for name, group in config.to_dict().items()
-        if name not in NOT_DECIDING
+        if name not in ("controller", "cache")
     }
     rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
     apart = [number for number, row in enumerate(rows) if row != rows[0]]
@@ -207,29 +198,24 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
 
 
 def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
-    """Return what the journal says of model, machine and versions."""
+    """Return what the journal says of model, data, machine and versions."""
     device = next((entry.device.type for entry in model.parameters()), "cpu")
+    data: dict[str, Any] = {}
+    with suppress(Exception):  # loaders and data sets raise various things
+        dataset = loader.dataset
+        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face
+        data["data"] = name if isinstance(name, str) and name else type(dataset).__name__
+        data["num_samples"] = len(dataset)
     return {
         "model": type(model).__name__,
         "num_parameters": sum(e.numel() for e in model.parameters() if not is_lazy(e)),
-        **_describe_data(loader),
+        **data,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "steps_per_epoch": length_of(loader),
     }
-
-
-def _describe_data(loader: Any) -> dict[str, Any]:
-    """Return the name of a data set and its number of samples, as far as they are known."""
-    found: dict[str, Any] = {}
-    with suppress(Exception):  # loaders and data sets raise various things
-        dataset = loader.dataset
-        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face
-        found["data"] = name if isinstance(name, str) and name else type(dataset).__name__
-        found["num_samples"] = len(dataset)
-    return found
 
 
 def length_of(thing: Any) -> int | None:

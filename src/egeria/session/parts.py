@@ -1,16 +1,23 @@
-"""What exists from the cut of a model on: what decides, and what carries it out."""
+"""What exists from the cut of a model on: what decides, what carries it out, and the cache."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from egeria.config.checks import resolve
+from torch import nn
+
+from egeria.cache import Cache, ShardSampler
+from egeria.distributed import fsdp2
+from egeria.distributed.ranks import exchange, world_size
 from egeria.errors import ConfigError
 from egeria.events import PlanMade, RunStarted
-from egeria.model.cut import Cut
+from egeria.model.cut import Cut, LayerModule
+from egeria.moves import resolve
 from egeria.policy import (
     BOOTSTRAPPING,
     PLANNED,
@@ -20,11 +27,13 @@ from egeria.policy import (
     PlanPolicy,
     Policy,
     Status,
+    Wants,
     find_maker,
     find_plan,
 )
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
+from egeria.session.checks import length_of
 from egeria.session.clock import Clock
 from egeria.session.training import Training, facts_of
 
@@ -119,9 +128,8 @@ def make_parts(
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
     facts = facts_of(training.model, training.optimizers)
-    plan = find_plan(
-        settings, names, training.total_steps, pretrained=training.is_pretrained, **facts
-    )
+    pretrained, total_steps = training.is_pretrained, training.total_steps
+    plan = find_plan(settings, names, total_steps, pretrained=pretrained, **facts)
     if plan is not None:
         settings = replace(settings, plan=str(plan))
     applier = Applier(training, cut, wrapper)
@@ -129,7 +137,7 @@ def make_parts(
         modules=names,
         trainable=cut.trainable,
         deepest=applier.deepest,
-        total_steps=training.total_steps,
+        total_steps=total_steps,
         lr_rule=training.rule,
     )
     if not isinstance(policy, Policy):
@@ -161,4 +169,74 @@ def run_started(training: Training, parts: Parts | None, interval_steps: int) ->
         total_steps=training.total_steps,
         interval_steps=interval_steps,
         environment=training.environment,
+    )
+
+
+def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cache | None:
+    """Return what skips the frozen forward pass of a run; None where nothing does.
+
+    All processes of a job call this. Where nobody asked for it, it takes a plan, which tells how
+    long a front stays frozen.
+    """
+    config, policy_name = training.config.cache, training.config.policy.name
+    directory = exchange(training.recorder.directory)[0]  # only the first process knows it
+    is_unasked = config.enabled == "auto" and policy_name == "egeria"
+    if config.enabled is False or policy_name == "none" or is_unasked:
+        return None
+    # How many processes of the job share the memory of this host, as the launcher says.
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Cache(
+        training.model,
+        settings=config,
+        recorder=training.recorder,
+        spend=spend,
+        directory=directory,
+        loader=training.loader,
+        num_batches=length_of(training.loader),
+        num_local=int(told) if told.isdecimal() and int(told) > 0 else world_size(),
+    )
+
+
+def follow_depth(
+    cache: Cache, training: Training, frozen: Sequence[LayerModule], epochs: float | None
+) -> None:
+    """Move the boundary of the cache behind the frozen layer modules, which have changed.
+
+    `epochs` says for how long it stays there; None where that is not known.
+    """
+    if frozen and (reason := _reason_to_compute(training)):
+        cache.refuse(frozen[-1].name, reason)
+    else:
+        cache.follow(tuple(frozen), epochs)
+
+
+def epochs_until_move(
+    clock: Clock, wants: Wants, status: Status, epoch_steps: int | None
+) -> float | None:
+    """Return for how many epochs a boundary stays; None where that is not known."""
+    moves = wants.next_step(clock.step)
+    if wants.interval_steps is not None and wants.plasticity_of is not None:
+        moves = clock.step + (2 * max(1, status.window) - 1) * clock.interval_steps
+    steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
+    return steps / epoch_steps if epoch_steps and steps < math.inf else None
+
+
+def _reason_to_compute(training: Training) -> str:
+    """Return why the forward pass of a model is not skipped; empty where it may be."""
+    if training.compilation is not None:
+        return "the model is compiled, and its graphs have the whole forward pass in them"
+    if fsdp2.is_sharded(training.model):
+        return (
+            "its parameters are sharded over the processes (fully_shard), which gather them in "
+            "every forward pass; the cache works with DistributedDataParallel"
+        )
+    if world_size() == 1:
+        return ""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in training.model.modules()):
+        return "it has SyncBatchNorm layers, for which all processes must run a batch together"
+    if isinstance(getattr(training.loader, "sampler", None), ShardSampler):
+        return ""
+    return (
+        "each of several processes stores what it computes, and only a loader with "
+        "`egeria.ShardSampler` gives a process the same samples in every epoch"
     )

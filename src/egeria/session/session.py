@@ -24,18 +24,17 @@ from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.events import DepthRefused, IntervalMeasured, StageChanged
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
-from egeria.policy import (
-    Interval,
-    Plan,
-    Reading,
-    Status,
-    Wants,
-    first_stage,
-)
+from egeria.policy import Interval, Plan, Reading, Status, Wants, first_stage
 from egeria.random_state import accelerators_of
 from egeria.session.clock import NO_STEP, NO_STEPS, Clock, Seconds, Steps, combine
-from egeria.session.parts import Parts, make_parts, run_started
-from egeria.session.skipping import epochs_until_move, follow, make_cache
+from egeria.session.parts import (
+    Parts,
+    epochs_until_move,
+    follow_depth,
+    make_cache,
+    make_parts,
+    run_started,
+)
 from egeria.session.training import FreezingEndedError, Training, begin_watch
 
 if TYPE_CHECKING:
@@ -261,7 +260,7 @@ class Session:
         """Move the boundary of the cache to the depth that is frozen now."""
         if self._cache is not None:
             epochs = epochs_until_move(self.clock, wants, self.status, self._epoch_steps)
-            follow(self._cache, self.training, self.modules[: self.frozen], epochs)
+            follow_depth(self._cache, self.training, self.modules[: self.frozen], epochs)
 
     # --- evaluations, for a policy that wants plasticity -----------------------------------------
 

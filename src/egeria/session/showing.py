@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import logging
 import tempfile
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from egeria.errors import JournalError
 from egeria.journal import Recorder, read_journal
 from egeria.report.build import PAGE_NAME, write_page
 from egeria.report.summary import Summary
-from egeria.report.text import headline, progress
+from egeria.report.text import progress
 from egeria.report.trackers import Tracker, scalars
 from egeria.report.wording import duration, plural, printable
 
@@ -127,11 +126,3 @@ def in_a_line(summary: Summary) -> str:
     if summary.closed:
         return f"closed at step {step}, {frozen} at the end, {saved}"
     return f"step {step}, {frozen}, {saved}"
-
-
-def as_html(summary: Summary) -> str:
-    """Return where a run stands, as a table for notebooks."""
-    names = ", ".join(summary.modules[: summary.frozen]) or "none"
-    rows = [map(printable, row) for row in [*headline(summary), ("frozen modules", names)]]
-    cells = ["<tr><th>{}</th><td>{}</td></tr>".format(*map(html.escape, row)) for row in rows]
-    return f"<table><caption>egeria</caption>{''.join(cells)}</table>"

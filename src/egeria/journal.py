@@ -1,24 +1,87 @@
-"""Writing a journal: one JSON object a line; and one warning for each thing that is declined."""
+"""The append-only record of a run: one JSON object a line, and one warning for each refusal."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import logging
 import os
-import tempfile
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from egeria.events import SCHEMA_VERSION, Declined, Event, FaultCaught
-from egeria.journal import reader
-from egeria.journal.reader import FILE_NAME, without_login
+from egeria.errors import ConfigError, JournalError
+from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Declined, Event, FaultCaught
+
+FILE_NAME = "journal.jsonl"
+RUNS = Path("egeria_runs")
+Kind = TypeVar("Kind", bound=Event)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Journal:
+    """The events of a run, oldest first."""
+
+    directory: Path
+    events: tuple[Event, ...]
+    num_damaged: int  # lines that could not be read: at most one per crash of the run
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def first(self, kind: type[Kind]) -> Kind | None:
+        """Return the first event of one kind, or None."""
+        return next(iter(self.of(kind)), None)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+
+def read_journal(directory: str | Path) -> Journal:
+    """Read the journal of a run; lines that are torn or unknown are counted and left out.
+
+    Args:
+        directory: the run's directory, or the journal file itself.
+
+    Raises:
+        JournalError: there is no journal, or a newer version of egeria wrote it.
+    """
+    path = Path(directory)
+    try:
+        path = path / FILE_NAME if path.is_dir() else path
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError) as error:
+        raise JournalError(
+            f"A run's directory holds a {FILE_NAME}; {path} cannot be read: {error}. "
+            "Give the directory that `attach` was given, or that `run.directory` names."
+        ) from error
+    events, damaged = list[Event](), 0
+    for line in filter(str.strip, text.split("\n")):
+        try:
+            record = json.loads(line)
+            if record["event"] == "journal_opened":
+                version = record.get("schema_version")
+                if not isinstance(version, int) or version > SCHEMA_VERSION:
+                    known = f"This egeria reads journals up to schema {SCHEMA_VERSION}"
+                    raise JournalError(f"{known}, {path} has schema {version!r}. Use a newer one.")
+                continue
+            kind = EVENT_TYPES[record["event"]]
+            names = {field.name for field in dataclasses.fields(kind)}
+            events.append(kind(**{key: value for key, value in record.items() if key in names}))
+        except (LookupError, TypeError, ValueError, RecursionError):
+            damaged += 1
+    return Journal(directory=path.parent, events=tuple(events), num_damaged=damaged)
 
 
 class EgeriaWarning(UserWarning):
@@ -33,16 +96,11 @@ class Recorder:
 
     Args:
         directory: where the journal lives; None for none, so that only listeners get events.
-        url: of a directory in a store, to which its files are copied by `upload` and by `close`.
         echoes: whether another process says the same, so that this one warns of its failures only.
     """
 
-    def __init__(
-        self, directory: Path | None, *, url: str | None = None, echoes: bool = False
-    ) -> None:
-        self.directory = directory
-        self.step = 0
-        self._url, self._echoes = url, echoes
+    def __init__(self, directory: Path | None, *, echoes: bool = False) -> None:
+        self.directory, self.step, self._echoes = directory, 0, echoes
         self._warned, self._declined = set[str](), set[str]()
         self._faults: Counter[str] = Counter()
         self._file: IO[str] | None = None
@@ -52,16 +110,15 @@ class Recorder:
 
     def write(self, event: Event) -> None:
         """Append an event to the journal; it is with the operating system when this returns."""
-        if self._file is not None:
-            self._guard(lambda: self._append(event.to_dict()))
+        self._guard(lambda: self._append(event.to_dict()))
         for key, listener in list(self._listeners.items()):
             try:
                 listener(event)
             except Exception as error:
                 self._listeners.pop(key, None)
                 name = getattr(listener, "__qualname__", type(listener).__name__)
-                message = f"egeria: a callback for events, {name}, raised {type(error).__name__}: "
-                message += f"{error}. It is not called any more; training continues."
+                raised = f"a callback for events, {name}, raised {type(error).__name__}: {error}"
+                message = f"egeria: {raised}. It is not called any more; training continues."
                 self.warn(f"listener {name} {id(key)}", message)
 
     def listen(self, listener: Callable[[Event], object]) -> Callable[[], object]:
@@ -71,21 +128,9 @@ class Recorder:
         return partial(self._listeners.pop, key, None)
 
     def close(self) -> None:
-        """Copy the directory to the store and close the file; nothing more is written."""
-        self.upload()
+        """Close the file; nothing more is written."""
         self._listeners.clear()
-        file, self._file = self._file, None
-        if file is not None:
-            self._guard(file.close)
-
-    def upload(self) -> None:
-        """Copy the files to the store, if there is one; warn once of a failure."""
-        if self._url is None or self._file is None or self.directory is None:
-            return
-        try:
-            reader.upload(self.directory.iterdir(), self._url)
-        except Exception as error:  # of the store's own kind
-            self._decline_copy(self._url, error)
+        self._close_file()
 
     def warn(self, what: str, message: str) -> None:
         """Warn unless there was a warning about `what` before."""
@@ -115,62 +160,45 @@ class Recorder:
 
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lost = None if self._url is None else self._fetch(path, self._url)
         self._file = path.open("a", encoding="utf-8")
         weakref.finalize(self, _close, self._file)  # a run that is never closed must not leak it
         if self._file.tell():  # the last line may be torn; empty ones are passed over
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
-        if lost is not None and self._url is not None:
-            self._decline_copy(self._url, lost)
-            self._url = None  # what other hosts may have written there must not be replaced
-
-    def _fetch(self, path: Path, url: str) -> Exception | None:
-        """Take over the store's journal if it is longer than this host's; return why not."""
-        try:
-            stored = reader.download(url, path.name)
-        except Exception as error:  # of the store's own kind
-            return error
-        if len(stored) > (path.stat().st_size if path.exists() else 0):
-            path.write_bytes(stored)
-        return None
-
-    def _decline_copy(self, url: str, error: Exception) -> None:
-        reason = without_login(f"{type(error).__name__}: {error}")
-        what = f"copy the journal to {without_login(url)}"
-        self.decline(what, f"{reason}; it is in {self.directory}")
 
     def _append(self, record: dict[str, Any]) -> None:
-        assert self._file is not None
-        record = {**record, "time": round(time.time(), 3)}
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            record = {**record, "time": round(time.time(), 3)}
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._file.flush()
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
         except (OSError, ValueError, TypeError) as error:
-            file, self._file = self._file, None
-            if file is not None:
-                _close(file)
+            self._close_file()
             next_step = "Training continues. Give `attach` a writable `directory`."
             failed = f"The journal in {self.directory} cannot be written: {error}"
             self.warn("journal", f"{failed}. {next_step}")
 
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            _close(file)
+
 
 def run_directory(given: str | Path | None) -> Path:
-    """Return the directory of a run on this host; without a given one, one that is new."""
-    if given is not None and not reader.is_url(given):
-        return Path(given)
+    """Return the directory of a run; without a given one, one that is new."""
     if given is not None:
-        place = reader.local_directory(str(given))
-        with contextlib.suppress(OSError):
-            place.mkdir(parents=True, exist_ok=True)
-            return place
-        return Path(tempfile.gettempdir()) / place
+        if "://" in str(given):
+            raise ConfigError(
+                f"directory is a folder of this host, found the URL {given!r}. Give a folder, and "
+                "copy it when the run has ended."
+            )
+        return Path(given)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-        place = reader.RUNS / f"{name}{suffix}"
+        place = RUNS / f"{name}{suffix}"
         try:
             place.mkdir(parents=True)
         except FileExistsError:
@@ -178,10 +206,10 @@ def run_directory(given: str | Path | None) -> Path:
         except OSError:  # the recorder will say so
             break
         return place
-    return reader.RUNS / name
+    return RUNS / name
 
 
 def _close(file: IO[str]) -> None:
     """Close a file whose disk may be full; what it could not write is lost."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         file.close()

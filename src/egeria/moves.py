@@ -1,95 +1,14 @@
-"""Rules for settings: what breaks one raises `ConfigError` with contract, value and next step."""
+"""The text of a plan, such as "0.5:1 0.75:2": checked, read, and resolved to numbers."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from egeria.errors import ConfigError
-
-Rule = Callable[[Any], str]
-"""Returns what a value would have to be; empty where it is that."""
-Value = TypeVar("Value")
-
-
-class SettingsGroup:
-    """The fields of a group, each made by `setting`, are checked when it is built."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        group = type(self).__name__.removesuffix("Config").lower()
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each group is a dataclass
-            check(f"{group}.{field.name}", getattr(self, field.name), field.metadata["rule"])
-
-
-def setting(default: Value, rule: Rule) -> Value:
-    """Return the field of a group that has this default and keeps this rule."""
-    return dataclasses.field(default=default, metadata={"rule": rule})
-
-
-def check(name: str, value: Any, rule: Rule) -> None:
-    """Raise `ConfigError` where the value of a setting breaks its rule."""
-    contract = rule(value)
-    require(not contract, name, contract, value)
-
-
-def require(holds: bool, setting: str, contract: str, found: object) -> None:
-    """Raise `ConfigError` unless the contract of the setting holds."""
-    if not holds:
-        next_step = "Correct it where the configuration is built or in its TOML file."
-        raise ConfigError(f"{setting} must be {contract}, found {found!r}. {next_step}")
-
-
-def satisfies(holds: Callable[[Any], bool], contract: str) -> Rule:
-    """Return the rule that a condition holds."""
-    return lambda value: "" if holds(value) else contract
-
-
-def optional(rule: Rule) -> Rule:
-    """Return the rule that allows None too."""
-    return lambda value: "" if value is None else rule(value)
-
-
-def number(within: Callable[[float], bool], contract: str) -> Rule:
-    """Return the rule for a finite number within limits."""
-    return satisfies(lambda x: _is_a(x, (int, float)) and math.isfinite(x) and within(x), contract)
-
-
-def count(at_least: int = 1) -> Rule:
-    """Return the rule for a whole number of at least `at_least`."""
-    contract = f"a whole number of at least {at_least}"
-    return satisfies(lambda value: _is_a(value, int) and value >= at_least, contract)
-
-
-def choice(*names: str) -> Rule:
-    """Return the rule for one of the names."""
-    listed = ", ".join(map(repr, sorted(names)))
-    return satisfies(lambda value: isinstance(value, str) and value in names, f"one of {listed}")
-
-
-FLAG_OR_AUTO = satisfies(lambda x: isinstance(x, bool) or x == "auto", "true, false or 'auto'")
-NAME = satisfies(lambda value: isinstance(value, str) and bool(value), "a name")
-SHARE = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
-POSITIVE = number(lambda value: value > 0, "a finite number above 0")
-
-
-def regular_expression(value: Any) -> str:
-    """Rule for a text that compiles."""
-    contract = "a valid regular expression"
-    try:
-        return "" if isinstance(value, str) and re.compile(value) else contract
-    except (re.error, OverflowError, RecursionError):
-        return contract
-
-
-def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
 
 PLAN_TEXT = 'text such as "0.5:1 0.75:2", "step 500:2" or "epoch 3:encoder.layer.1"'
 _ENTRY = re.compile(r"(?:(?:step|epoch)\s+)?\S+")
