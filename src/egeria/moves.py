@@ -23,11 +23,9 @@ _UNITS = {"share": "shares of the steps", "step": "steps", "epoch": "epochs"}
 class Move(NamedTuple):
     """One entry of a plan: from this moment on the first `depth` layer modules are frozen."""
 
-    time: float
-    """Share of the training's steps, from 0 to below 1; or the number of a step."""
+    time: float  # share of the training's steps, from 0 to below 1; or the number of a step
     depth: int
-    is_step: bool = False
-    """Whether `time` is the number of a step."""
+    is_step: bool = False  # whether `time` is the number of a step
 
     def step(self, total_steps: int | None) -> float:
         """Return how many steps of the training are done at this moment."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# What objects of the user's may hold to draw from.
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-"""What objects of the user's may hold to draw from."""
 
 
 @contextmanager

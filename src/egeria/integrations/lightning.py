@@ -32,15 +32,14 @@ except ImportError:
 if TYPE_CHECKING:
     from egeria.controller import Controller
 
+# Callbacks that are not followed, by the name of their class or of a base.
 _DECLINED = {
     "StochasticWeightAveraging": "averages the weights of all layers at a learning rate of its own",
     "BaseFinetuning": "freezes and thaws layers itself",
     "GradientAccumulationScheduler": "changes the number of steps that are still to come",
 }
-"""Callbacks that are not followed, by the name of their class or of a base."""
 _FOLLOWED = {"SingleDeviceStrategy", "DDPStrategy"}
-_OTHERS = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}
-"""Strategies that are made of those, and yet not followed."""
+_OTHERS = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}  # made of those, and not followed
 
 
 class EgeriaCallback(Callback):
@@ -83,10 +82,9 @@ class EgeriaCallback(Callback):
         self._config = read_config(config, controller, policy, plan)
         choose_rule(self._config)  # finds what it names
         self._settings: Any = {"directory": directory, "controller": controller}
-        self._first_step = 0
-        """Of the trainer, when the run began."""
+        self._first_step = 0  # of the trainer, when the run began
+        # From a checkpoint; it is restored once there are optimizers.
         self._loaded: dict[str, Any] | None = None
-        """From a checkpoint; it is restored once there are optimizers."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget the run of an earlier `fit`."""

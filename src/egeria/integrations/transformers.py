@@ -28,10 +28,8 @@ from egeria.policy import Maker
 from egeria.report.trackers import Tracker, find_trackers, scalars
 from egeria.session.checks import choose_rule, read_config
 
-STATE_FILE = "egeria.pt"
-"""The state of the run, inside each checkpoint."""
-DIRECTORY = "egeria"
-"""Where the journal goes, inside `output_dir`."""
+STATE_FILE = "egeria.pt"  # the state of the run, inside each checkpoint
+DIRECTORY = "egeria"  # where the journal goes, inside `output_dir`
 MOST_DIRECTORIES = 1000
 TRACKERS = ("_wandb", "_ml_flow")
 """Attributes of the trainer's own callbacks that hold trackers which take files."""
@@ -71,10 +69,9 @@ class EgeriaCallback(TrainerCallback):
         self._directory, self._logs = directory, log
         self._trainer: Any = None
         self._checkpoint: Path | None = None
+        # What the micro-batches since the last optimizer step contribute to its loss.
         self._losses: list[Tensor] = []
-        """What the micro-batches since the last optimizer step contribute to its loss."""
-        self._counted = 0
-        """The trainer's step that was counted last."""
+        self._counted = 0  # the trainer's step that was counted last
         self._notes = Recorder(None)
         _wrap_loop()
 

@@ -18,8 +18,8 @@ from egeria.model.undisturbed import is_own_pass
 from egeria.policy import Depth
 from egeria.session.training import FreezingEndedError, Training
 
+# Of an iteration: the backward pass has two multiplications where the forward pass has one.
 BACKWARD_SHARE = 2 / 3
-"""Of an iteration: the backward pass has two multiplications where the forward pass has one."""
 
 
 class Applier:

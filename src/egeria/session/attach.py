@@ -35,7 +35,6 @@ from egeria.session.training import Training
 
 STATE_SCHEMA = 4
 _GO_ON = "Take an earlier checkpoint, or go on without loading it."
-_TOO_FEW = "Without it nothing is measured or frozen: call run.step(loss) after each optimizer step"
 
 
 def attach(
@@ -249,7 +248,7 @@ class Run:
         self._closed = True
         reason = session.steps.calls_missing
         if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
-            self._recorder.decline("watching this training", f"{reason}. {_TOO_FEW}")
+            self._recorder.decline("watching this training", reason)
         clock = session.clock
         spent = {**clock.overhead(), "controller_cpu_s": clock.controller_cpu_s}
         self._recorder.write(RunClosed(step=clock.step, frozen=frozen, **spent))
@@ -263,23 +262,23 @@ class Run:
         self.close()
 
 
+# By the id of the model, which a run keeps alive; closed ones may be among them.
 _OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
-"""By the id of the model, which a run keeps alive. Closed ones may be among them."""
 
 
 def _check_unwatched(model: nn.Module) -> None:
     """Raise ConfigError if an open run watches a model, or one that has parameters of it."""
     own = set(map(id, model.parameters()))
 
-    def others() -> list[Run]:
-        found = [(run, run._session.training.model) for run in _OPEN_RUNS.values()]
-        shares = [run for run, held in found if not own.isdisjoint(map(id, held.parameters()))]
-        return [run for run in shares if not run._closed]
+    def others() -> list[str]:  # no runs, which the error would keep
+        open_runs = [run for run in _OPEN_RUNS.values() if not run._closed]
+        held = [(repr(run), run._session.training.model.parameters()) for run in open_runs]
+        return [name for name, parameters in held if not own.isdisjoint(map(id, parameters))]
 
     if others():
         # one that was dropped in a cycle, such as that of a traceback, is released by this
         gc.collect()
-    if found := [repr(run) for run in others()]:  # the error must not keep the run
+    if found := others():
         raise ConfigError(
             "attach takes a model that no open run watches, in whole or in part, found one that "
             f"{found[0]} watches. Call run.close() of that run first, or go on with it. If an "

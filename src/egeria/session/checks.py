@@ -23,6 +23,7 @@ from egeria.errors import ConfigError
 from egeria.moves import resolve
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
 
+# Classes of frameworks that wrap the user's own objects, and the attributes that hold those.
 _INNER = {
     "_FabricModule": "_forward_module",
     "_FabricOptimizer": "optimizer",
@@ -33,7 +34,6 @@ _INNER = {
     "AcceleratedScheduler": "scheduler",
     "DataLoaderAdapter": "base_dataloader",
 }
-"""Classes of frameworks that wrap the user's own objects, and the attributes that hold those."""
 
 
 def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> Config:

@@ -17,18 +17,17 @@ from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
 from egeria.model.hooks import Hook
 
+# Calls of `run.step` without an optimizer step before a warning, and steps of one optimizer before
+# the watch for another's first step ends.
 CHECKED_CALLS = 100
-"""Calls of `run.step` without an optimizer step before a warning, and steps of one optimizer before
-the watch for another's first step ends."""
 NO_STEP = "one of the optimizers given to attach made no step. Attach those that step"
 NO_STEPS = (
     f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls of "
     "run.step. Give attach the optimizer that steps, and call run.step(loss) behind it"
 )
-FEWEST = 7
-"""Iterations that a median is taken of, where there are so many at a depth."""
+FEWEST = 7  # iterations that a median is taken of, where there are so many at a depth
+# Of a run under a policy that asks for no intervals: their number, or their length.
 INTERVALS, INTERVAL_STEPS = 100, 100
-"""Of a run under a policy that asks for no intervals: their number, or their length."""
 Loss: TypeAlias = float | Tensor
 
 
@@ -39,22 +38,19 @@ class Steps:
     `GradScaler` skips a step. Of several optimizers any step counts. An optimizer that is given a
     closure computes its gradients within its step: the callback then follows the closure.
     `before` is called with an optimizer's number right before its update, until `stop_calling`.
-    Where an optimizer without hooks, which is declined, steps too, each call counts.
+    Of an optimizer without hooks, which is declined, no step is seen.
     """
 
     def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
         self._optimizers = optimizers
         self._before: Callable[[int], None] | None = before
-        self._counts_all = not all(map(has_hooks, optimizers))
         self.has_stepped = False  # whether an optimizer has stepped since the last call of `take`
         self.num_calls = 0
         self.num_steps = [0] * len(optimizers)  # steps of each optimizer
 
     def open(self) -> None:
         """Register the hooks."""
-        if self._counts_all:
-            return
-        for optimizer in self._optimizers:
+        for optimizer in filter(has_hooks, self._optimizers):
             optimizer.register_step_pre_hook(Hook(self, Steps._before_step))
             optimizer.register_step_post_hook(Hook(self, Steps._after_step))
 
@@ -71,8 +67,8 @@ class Steps:
     def take(self) -> bool:
         """Return whether an optimizer has stepped since the last call."""
         self.num_calls += 1
-        counts, self.has_stepped = self.has_stepped or self._counts_all, False
-        return counts
+        has_stepped, self.has_stepped = self.has_stepped, False
+        return has_stepped
 
     @property
     def is_late(self) -> bool:
@@ -82,9 +78,11 @@ class Steps:
     @property
     def calls_missing(self) -> str:
         """What to say at the end where `run.step` was called too rarely; empty where it was not."""
-        made, calls = min(self.num_steps, default=0), self.num_calls
-        text = f"run.step was called {calls} times, but the optimizer made {made} steps"
-        return text if made > 2 * calls else ""  # the hooks of one made of another may fire twice
+        made, calls = min(self.num_steps), self.num_calls
+        if made <= 2 * calls:  # the hooks of an optimizer made of another may fire twice
+            return ""
+        found = f"run.step was called {calls} times, but the optimizer made {made} steps"
+        return f"{found}. Call run.step(loss) after each optimizer step"
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, number = self._before, self._optimizers.index(optimizer)

@@ -50,8 +50,7 @@ class Parts:
     plan: Plan | None
     policy: Policy
     applier: Applier
-    evaluation: Evaluation | None = None
-    """None where the policy reads no plasticity."""
+    evaluation: Evaluation | None = None  # None where the policy reads no plasticity
 
     def announce(self) -> None:
         """Journal the plan, and what can never be frozen."""

@@ -85,7 +85,7 @@ class Session:
         """Take in the loss of a batch; return whether something may have been journaled."""
         if not self.steps.take():
             self.clock.hold(loss)
-            if self.steps.is_late:
+            if self._first is not None and self.steps.is_late:
                 self.recorder.decline("counting calls of run.step", NO_STEPS)
             return False
         self.clock.enter(loss)

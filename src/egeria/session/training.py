@@ -39,25 +39,19 @@ def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
 class Training:
     """What `attach` was given, without wrappers of frameworks, and where events are noted."""
 
-    model: nn.Module
-    """Without any wrapper."""
-    given: nn.Module
-    """As the loop calls it: maybe compiled, or in DistributedDataParallel."""
+    model: nn.Module  # without any wrapper
+    given: nn.Module  # as the loop calls it: maybe compiled, or in DistributedDataParallel
     optimizers: Sequence[Any]
     loader: Any
     config: Config
-    controller: Any
-    """One of the user's own, or the name of a kind."""
+    controller: Any  # one of the user's own, or the name of a kind
     rule: UnfreezeRule
     rule_name: str
     total_steps: int | None
     recorder: Recorder
-    environment: dict[str, Any]
-    """What the journal says of the machine and the data."""
-    compilation: Compilation | None = None
-    """What compiling costs; None where nothing is compiled."""
-    is_pretrained: bool = False
-    """Whether the weights come from an earlier training, most of them at least."""
+    environment: dict[str, Any]  # what the journal says of the machine and the data
+    compilation: Compilation | None = None  # what compiling costs; None where nothing is compiled
+    is_pretrained: bool = False  # whether the weights, or most, come from an earlier training
 
     @property
     def policy_name(self) -> str:
