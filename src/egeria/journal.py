@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from egeria.errors import ConfigError, JournalError
+from egeria.errors import JournalError
 from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Declined, Event, FaultCaught
 
 FILE_NAME = "journal.jsonl"
@@ -190,11 +190,6 @@ class Recorder:
 def run_directory(given: str | Path | None) -> Path:
     """Return the directory of a run; without a given one, one that is new."""
     if given is not None:
-        if "://" in str(given):
-            raise ConfigError(
-                f"directory is a folder of this host, found the URL {given!r}. Give a folder, and "
-                "copy it when the run has ended."
-            )
         return Path(given)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.distributed.ranks import rank
+from egeria.distributed.ranks import exchange, rank
 from egeria.errors import ConfigError, StateError, brief
 from egeria.events import Event, MetricLogged, Resumed, RunClosed
 from egeria.journal import Recorder, run_directory
@@ -81,13 +81,12 @@ def attach(
     """
     begin = Seconds.now()
     settings = checks.read_config(config, controller, policy, plan)
-    loader, (rule_name, rule) = (
-        checks.unwrap_loader(loader),
-        checks.choose_rule(settings, scheduler),
-    )
+    loader = checks.unwrap_loader(loader)
+    rule_name, rule = checks.choose_rule(settings, scheduler)
     given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
     _check_unwatched(inner)
     checks.check_plan(settings.policy, inner, loader, total_steps)
+    checks.check_directory(directory)
     checks.agree_on_the_run(settings, total_steps)
     leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []
@@ -287,7 +286,9 @@ def _check_unwatched(model: nn.Module) -> None:
 
 
 def _is_pretrained(given: bool | str, model: nn.Module) -> bool:
-    return is_mostly_trained(find_trained_norms(model)) if given == "auto" else bool(given)
+    """Return what the setting says, or the weights; of a sharded one a process may hold too few."""
+    found = is_mostly_trained(find_trained_norms(model)) if given == "auto" else bool(given)
+    return any(exchange(found))
 
 
 def _release(session: Session, recorder: Recorder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Mapping
@@ -174,6 +175,15 @@ def check_plan(
         # The fewest layer modules of which a plan that is drawn up freezes one.
         facts = {"pretrained": True, "adaptive": False, "batch_norm": False}
         find_plan(settings, ("",) * 3, total_steps, **facts)
+
+
+def check_directory(directory: Any) -> None:
+    """Raise ConfigError where a run's directory is no folder of this host."""
+    if not isinstance(directory, (str, os.PathLike, type(None))) or "://" in str(directory):
+        raise ConfigError(
+            f"directory is a folder of this host, found {directory!r}. Give a folder, and copy it "
+            "elsewhere when the run has ended."
+        )
 
 
 def agree_on_the_run(config: Config, total_steps: int | None) -> None:
