@@ -32,7 +32,7 @@ class ScriptedController(Controller):
             self._reports.append(ReferenceRefreshed(step=0, evaluation=0, builder="script", wall_s=0, cpu_s=0))
         return True
 
-    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
+    def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
         """Note the request and read the script."""
         self.requests.append(ticket)
         self._reports.append(Answer(ticket, self.readings(ticket.evaluation, ticket.module)))

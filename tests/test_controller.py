@@ -13,7 +13,7 @@ from torch import nn
 
 import egeria
 from egeria.controller import choose, spare_cores
-from egeria.controller.worker import pack, unpack
+from egeria.controller.process import pack, unpack
 from egeria.events import ReadingDropped, ReferenceRefreshed
 from loops import FAST, Loop
 from menagerie import SPECIMENS, each_of_the_first
@@ -72,7 +72,7 @@ for policy in ({"plan": "0.5:1"}, {"policy": "none"}, {}):
             run.step(loss)
         run.state_dict()
     sys.argv[1] += "x"
-rooms = ("controller", "reference", "plasticity", "session.evaluation", "session.budget")
+rooms = ("controller", "reference", "plasticity", "session.evaluation")
 print(*(name for name in sys.modules if name.startswith(tuple(f"egeria.{room}" for room in rooms))))
 """
 
@@ -97,12 +97,12 @@ class Spread(nn.Linear):
 def test_an_accelerator_takes_the_process_where_a_core_is_spare(monkeypatch):
     monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 8.0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    choice = choose("auto", "auto", Spread(2, 2))
-    assert (choice.kind, choice.device) == ("process", "cpu") and "8 cores" in choice.reason
+    kind, device, reason = choose("auto", "auto", Spread(2, 2))
+    assert (kind, device) == ("process", "cpu") and "of 8 cores" in reason
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    assert choose("auto", "auto", Spread(2, 2), Loader()).kind == "inline"
-    assert choose("process", "auto", Spread(2, 2), Loader()).kind == "process"
-    assert choose("inline", "auto", nn.Linear(2, 2)).kind == choose("auto", "auto", nn.Linear(2, 2)).kind == "inline"
+    assert choose("auto", "auto", Spread(2, 2), Loader())[:2] == ("inline", "cuda:1")
+    assert choose("process", "auto", Spread(2, 2), Loader())[0] == "process"
+    assert choose("inline", "auto", nn.Linear(2, 2))[0] == choose("auto", "auto", nn.Linear(2, 2))[0] == "inline"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert spare_cores(Loader()) == 8 - 4 * (5 + 3), "the other ranks of the job need cores too"
 

@@ -46,7 +46,7 @@ def _nothing_left_behind():
 def controllers(parent=None):
     """Return the controller processes of a process."""
     children = psutil.Process(parent).children()
-    return [child.pid for child in children if "egeria.controller.worker" in " ".join(child.cmdline())]
+    return [child.pid for child in children if "egeria.controller.process" in " ".join(child.cmdline())]
 
 
 class Training:

@@ -167,7 +167,7 @@ def _cut_table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
 def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     """Print the table; 1 if the directory cannot be written."""
     disk, works = _disk(arguments.directory)
-    choice, memory = choose("auto", "auto", torch.nn.Linear(1, 1)), psutil.virtual_memory()
+    (kind, _, why), memory = choose("auto", "auto", nn.Linear(1, 1)), psutil.virtual_memory()
     waiting, load = os.environ.get("OMP_WAIT_POLICY", "not set"), psutil.cpu_percent(interval=0.2)
     cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
     accelerator = "none that torch can use"
@@ -180,7 +180,7 @@ def _doctor(arguments: argparse.Namespace, console: Console) -> int:
         "processor": f"{cores} cores, {threads} threads, {load:.0f} % busy",
         "threads of torch": f"{torch.get_num_threads()}; OMP_WAIT_POLICY {waiting}",
         "memory": f"{_gib(memory.available)} of {_gib(memory.total)} GiB free",
-        "controller, training on the CPU": f"{choice.kind}: {choice.reason}",
+        "controller, training on the CPU": f"{kind}: {why}",
         "accelerator": accelerator,
         f"disk at {arguments.directory}": disk,
     }

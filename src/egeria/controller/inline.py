@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from egeria.errors import brief
 from egeria.events import Event, ReferenceRefreshed
 from egeria.model.batch import Batch
-from egeria.plasticity import flatten_rows, gram, pool_map, sp_loss_of_grams
+from egeria.plasticity import gram, pool_map, sp_loss_of_grams
 from egeria.reference import Reference
 
 State: TypeAlias = Mapping[str, Any]
@@ -28,16 +28,10 @@ class Ticket(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of an evaluation.
-
-    Attributes:
-        ticket: which one it is.
-        value: the plasticity; not finite where the evaluation failed, None where it was not made.
-        reason: why there is no value.
-    """
+    """What became of an evaluation, and why there is no value where there is none."""
 
     ticket: Ticket
-    value: float | None
+    value: float | None  # the plasticity; not finite if the evaluation failed, None if not made
     reason: str = ""
 
 
@@ -63,8 +57,9 @@ class Controller:
 
         Args:
             model: the model in training, with all of its weights.
-            batch: the newest batch, to calibrate the reference model on; None if there is none.
-            state: what `state_dict` gave, where a run is resumed: the reference is taken from it.
+            batch: the newest batch, to calibrate the reference model on.
+            state: what `state_dict` gave, where a run is resumed: the reference is taken from it,
+                without a batch.
 
         Returns:
             Whether there is a reference model from here on. If not, refresh again.
@@ -74,13 +69,13 @@ class Controller:
         """
         return False
 
-    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
+    def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
         """Ask for an evaluation.
 
         Args:
             ticket: which one.
             batch: what the reference model is run on.
-            activation: of the training model for its first rows, or for all of them [B, ...].
+            training_BB: `gram` of the training model's activation, for the first rows of the batch.
         """
 
     def poll(self) -> list[Report]:
@@ -104,28 +99,23 @@ class EvaluationPlan(NamedTuple):
     precision: str
     device: str
 
-    def reduce(self, activation: Tensor) -> Tensor:
-        """Return the inner products [B, B] of the rows of an activation [B, ...]."""
-        return gram(flatten_rows(pool_map(activation.detach(), self.largest_map)))
-
 
 class InlineController(Controller):
     """Evaluates in the call that asks for it."""
 
     def __init__(self, plan: EvaluationPlan) -> None:
-        self._plan = plan
+        self._largest_map = plan.largest_map
         self._reference = Reference(plan.taps, precision=plan.precision, device=plan.device)
         self._readings: dict[str, list[float]] = {}  # by tap, since the last refresh
         self._reports: list[Report] = []
 
     def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
         """Take the reference model from the training weights, or from a saved state."""
-        if state is not None:
-            if "reference" not in state:  # saved by a controller process
-                return False
+        if state and state["reference"]:
             self._reference.load_state_dict(state["reference"], model)
             self._readings = {tap: list(values) for tap, values in state["readings"].items()}
-            return True
+        if state is not None or batch is None:
+            return bool(self._reference.precision)
         means = {tap: statistics.fmean(values) for tap, values in self._readings.items()}
         self._reference.refresh(model, batch, means)
         self._readings, builder = {}, self._reference.builder
@@ -133,20 +123,15 @@ class InlineController(Controller):
         self._reports += [*self._reference.take_events(), made]
         return True
 
-    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
+    def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
         """Evaluate now; `poll` returns the answer."""
-        self.evaluate(ticket, batch, self._plan.reduce(activation))
-
-    def evaluate(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
-        """Compare what `EvaluationPlan.reduce` gave for the training model with the reference."""
         try:
             activation = self._reference.activation(ticket.tap, batch)
             if activation is None:
                 raise ValueError(f"the reference gave no activation at {ticket.tap}")
             with torch.no_grad():
-                reference_BB = self._plan.reduce(activation[: len(training_BB)])
-                loss = sp_loss_of_grams(training_BB, reference_BB.to(training_BB.device))
-            value = float(loss)
+                reference_BB = gram(pool_map(activation[: len(training_BB)], self._largest_map))
+                value = float(sp_loss_of_grams(training_BB, reference_BB.to(training_BB.device)))
         except Exception as error:
             self._reports.append(Answer(ticket, math.nan, brief(error)))
             return

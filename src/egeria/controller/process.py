@@ -1,18 +1,30 @@
-"""The controller in a process of its own, and when it is chosen."""
+"""The controller in a process of its own, what runs in that process, and when it is chosen.
+
+Both processes know the same files without names, in memory, so that nothing is left behind however
+they end. Classes of the user's script travel by value (cloudpickle): the script is never run again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import cloudpickle
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -25,15 +37,16 @@ from egeria.controller.inline import (
     State,
     Ticket,
 )
-from egeria.controller.worker import Message, handle, pack
 from egeria.errors import brief
 from egeria.events import Declined
 from egeria.model.batch import Batch
+from egeria.model.hooks import without_watchers
 from egeria.random_state import RandomState
 
 START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine
 NUM_SNAPSHOTS, QUEUE_LENGTH = 2, 4  # one snapshot is worked from, and one is on its way
 PATIENT_SHARE = 12  # of the timeout that an evaluation waits for processors that are busy
+WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
 # accelerator, with the memory a context takes on it, belongs to the training alone.
@@ -43,6 +56,13 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
+
+
+class Message(NamedTuple):
+    """To the process: in which file lies what it is to do."""
+
+    file: int  # the same descriptor in both processes
+    ticket: Ticket | None  # of an evaluation; None for a snapshot of the model
 
 
 class ProcessController(Controller):
@@ -65,7 +85,7 @@ class ProcessController(Controller):
 
     def __init__(self, plan: EvaluationPlan, timeout_s: float, load_limit: float = 1.0) -> None:
         self._plan, self._timeout_s, self._load_limit = plan, timeout_s, load_limit
-        # Of snapshots, of evaluations, and of what the process prints. They have no names.
+        # Of snapshots, of evaluations, and of what the process prints.
         self._files = [os.memfd_create("egeria") for _ in range(NUM_SNAPSHOTS + QUEUE_LENGTH + 1)]
         self._held = contextlib.ExitStack()
         for file in self._files:
@@ -86,26 +106,19 @@ class ProcessController(Controller):
 
     def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
         """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
-        if self._inline is None and state is None:
-            try:
-                return self._send((model, batch), range(NUM_SNAPSHOTS))
-            except Exception as error:
-                self._decline(f"the model cannot be sent there ({brief(error)})")
-        return bool(self._inline and self._inline.refresh(model, batch, state))
+        is_sent = state is None and self._send(None, (model, batch), self._files[:NUM_SNAPSHOTS])
+        return self._inline.refresh(model, batch, state) if self._inline else is_sent
 
-    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
+    def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
         """Send one evaluation; without room it is dropped, which `poll` reports."""
-        if self._inline is None:
-            try:
-                content = batch, RandomState.current(), self._plan.reduce(activation)
-                files = range(NUM_SNAPSHOTS, NUM_SNAPSHOTS + QUEUE_LENGTH)
-                if not self._send(content, files, ticket):
-                    full = "the controller is behind: its queue is full"
-                    self._reports.append(Answer(ticket, None, full))
-            except Exception as error:
-                self._decline(f"an evaluation cannot be sent there ({brief(error)})")
+        content = batch, RandomState.current(), training_BB
+        if self._send(ticket, content, self._files[NUM_SNAPSHOTS:-1]):
+            return
         if self._inline is not None:
-            self._inline.submit(ticket, batch, activation)
+            self._inline.submit(ticket, batch, training_BB)
+        else:
+            full = "the controller is behind: its queue is full"
+            self._reports.append(Answer(ticket, None, full))
 
     def poll(self) -> list[Report]:
         """Return what happened since the last call; a process that fails is given up here."""
@@ -119,32 +132,37 @@ class ProcessController(Controller):
         reason = "the run ended before the controller came to it"
         tickets = [message.ticket for message in self._unanswered if message.ticket]
         self._reports += [Answer(ticket, None, reason) for ticket in tickets]
-        self._go_on(self._inline)
+        self._let_go()
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing while the process has the reference: a resumed run begins with another."""
         return self._inline.state_dict() if self._inline else {}
 
-    def _send(self, content: Any, files: range, ticket: Ticket | None = None) -> bool:
-        """Copy something into one of the files, and tell the process; False if all are in use."""
+    def _send(self, ticket: Ticket | None, content: Any, files: Sequence[int]) -> bool:
+        """Have something done in the process; False if all files are in use, or there is none."""
         used = {message.file for message in (*self._unanswered, self._snapshot) if message}
-        file = next((file for file in files if file not in used), None)
-        if file is None:
+        message = next((Message(file, ticket) for file in files if file not in used), None)
+        if message is None or self._inline is not None:
             return False
-        pack(content, self._files[file])
-        if not self._unanswered:
-            start_s = 0.0 if self._child else START_S
-            self._deadline_s = time.monotonic() + start_s + self._timeout_s
-        if self._child is None:
-            self._start()
-        self._unanswered.append(Message(file, ticket))
+        try:
+            pack(content, message.file)
+            if not self._unanswered:
+                start_s = 0.0 if self._child else START_S
+                self._deadline_s = time.monotonic() + start_s + self._timeout_s
+            if self._child is None:
+                self._child = self._start()
+        except Exception as error:
+            what = "the model" if ticket is None else "an evaluation"
+            self._decline(f"{what} cannot be sent there ({brief(error)})")
+            return False
+        self._unanswered.append(message)
         with contextlib.suppress(OSError):  # it died, which `poll` finds
-            self._pipe.send(self._unanswered[-1])
+            self._pipe.send(message)
         return True
 
-    def _start(self) -> None:
-        """Start a fresh interpreter that runs `egeria.controller.worker.main`.
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start a fresh interpreter that runs `main`.
 
         By its own command line and not by `multiprocessing`, which would run the user's script
         again: a script without `__main__` guard and a notebook need nothing. It has a process group
@@ -155,9 +173,9 @@ class ProcessController(Controller):
         with theirs:
             program = (
                 f"import os, sys; os.setpgid(0, 0); sys.path[:] = {[*map(os.fspath, sys.path)]!r}; "
-                f"from egeria.controller.worker import main; main({theirs.fileno()}, {os.getpid()})"
+                f"from {__name__} import main; main({theirs.fileno()}, {os.getpid()})"
             )
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 [sys.executable, "-c", program],
                 pass_fds=[theirs.fileno(), *self._files],
                 env={**os.environ, **ENVIRONMENT},
@@ -165,10 +183,11 @@ class ProcessController(Controller):
                 stdout=subprocess.DEVNULL,
                 stderr=self._files[-1],
             )
-        self._held.callback(_end, self._child, self._pipe, os.getpid())
+        self._held.callback(_end, child, self._pipe, os.getpid())
         numbers = torch.get_default_dtype(), torch.get_float32_matmul_precision()
         waits = self._load_limit, self._timeout_s / PATIENT_SHARE
-        self._pipe.send((self._plan, self._files, waits, *numbers))
+        self._pipe.send((self._plan, waits, *numbers))
+        return child
 
     def _receive(self, child: subprocess.Popen[bytes]) -> str:
         """Take the answers that have come; return why no more will come, "" where they will."""
@@ -200,17 +219,17 @@ class ProcessController(Controller):
             _end(self._child, self._pipe, os.getpid())
         try:
             if self._snapshot is not None:
-                handle(inline, self._files, self._snapshot)  # reported when the process took it
+                handle(inline, self._snapshot)  # reported when the process took it
             for message in self._unanswered:
-                self._reports += handle(inline, self._files, message)
+                self._reports += handle(inline, message)
         finally:
             before.set()
-        self._go_on(inline)
+        self._inline = inline
+        self._let_go()
 
-    def _go_on(self, inline: InlineController | None) -> None:
-        """Go on in this process, or not at all."""
-        self._inline, self._child = inline, None
+    def _let_go(self) -> None:
         self._release()
+        self._child = None
         self._unanswered.clear()
 
 
@@ -224,15 +243,102 @@ def _end(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
         child.wait(END_S)
 
 
-class ControllerChoice(NamedTuple):
-    """Which controller it is, 'process' or 'inline'; where the reference runs; and why."""
-
-    kind: str
-    device: str  # 'cpu', or such as 'cuda:1'
-    reason: str
+# --- in the process ------------------------------------------------------------------------------
 
 
-def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:
+def main(descriptor: int, parent: int) -> None:
+    """Answer the messages of a pipe until its other end is closed, or the parent is gone."""
+    # A closed pipe is no sure sign of that: data workers forked from the training process hold its
+    # end open.
+    threading.Thread(target=_end_behind, args=(parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(5)  # 10 starved it: a first build took 19 s on a busy machine
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts a thread
+    pipe = Connection(descriptor)
+    try:
+        plan, (load_limit, patience_s), dtype, precision = pipe.recv()
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        controller = InlineController(plan)
+        while True:
+            message = pipe.recv()
+            ends = time.monotonic() + patience_s
+            while load_limit < 1 and time.monotonic() < ends:
+                if psutil.cpu_percent(LOOK_EVERY_S) <= 100 * load_limit:
+                    break
+            pipe.send((_answer(controller, message), time.process_time()))
+    except (EOFError, OSError):
+        os._exit(0)  # at once: an interpreter with torch in it takes its time to shut down
+
+
+def _end_behind(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_EVERY_S)
+    os._exit(0)
+
+
+def _answer(controller: InlineController, message: Message) -> list[Report] | str:
+    """Return what came of a message, or why nothing did."""
+    try:
+        reports = handle(controller, message)
+    except (Exception, SystemExit) as error:  # a script that is imported for its classes may exit
+        return brief(error)
+    failures = [report.reason for report in reports if isinstance(report, Answer) and report.reason]
+    return failures[0] if failures else reports
+
+
+def handle(controller: InlineController, message: Message) -> list[Report]:
+    """Take over a snapshot or make an evaluation, in either process; return what came of it."""
+    content = unpack(message.file)
+    if message.ticket is None:
+        controller.refresh(*content)
+    else:
+        batch, random_state, training_BB = content
+        random_state.set()  # as it was when the evaluation was asked for
+        controller.submit(message.ticket, batch, training_BB)
+    return controller.poll()
+
+
+def pack(content: Any, file: int) -> None:
+    """Write an object to a file, in place of what is in it."""
+    with os.fdopen(file, "wb", closefd=False) as stream:
+        stream.seek(0)
+        torch.save(content, stream, _SENDING, pickle.HIGHEST_PROTOCOL)
+        stream.truncate()
+
+
+def unpack(file: int) -> Any:
+    """Return what was packed, with its tensors on the CPU."""
+    with os.fdopen(file, "rb", closefd=False) as stream:
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=False)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends modules without what only watches them: a reference runs without it."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if not isinstance(thing, nn.Module):
+            return super().reducer_override(thing)
+        try:
+            reduced: Any = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except RuntimeError:  # parametrized modules refuse, for the sake of files
+            reduced = copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
+        make, arguments, *rest = reduced
+        if rest and isinstance(rest[0], dict):
+            rest[0] = without_watchers(rest[0])
+        return (make, arguments, *rest)
+
+
+# What `torch.save` asks a module for pickling for.
+_SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
+
+
+# --- which controller it is ----------------------------------------------------------------------
+
+
+def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tuple[str, str, str]:
     """Choose a kind of controller.
 
     Args:
@@ -240,24 +346,20 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
         device: 'auto', 'cpu' or 'cuda': where the reference runs.
         model: the model in training.
         loader: its loader, whose workers need cores too.
+
+    Returns:
+        The kind, 'process' or 'inline'; the device of the reference, such as 'cuda:1'; and why.
     """
     devices = (parameter.device for parameter in model.parameters())
     accelerator = next((str(found) for found in devices if found.type == "cuda"), "")
     spare = spare_cores(loader)
-    found = f"{usable_cores():g} cores can be used and {max(spare, 0):g} of them are spare"
-    if device == "cuda" and not accelerator:
-        found += "; reference.device is 'cuda', but the model is not on one"
-    is_beside = device == "cuda" or (device == "auto" and kind != "process" and spare < 1)
-    if accelerator and is_beside:
-        reason = f"the reference runs beside the training on its device; {found}"
-        return ControllerChoice("inline", accelerator, reason)
+    place = f"training is on {accelerator or 'the CPU'}"
+    reason = f"{place}, and {max(spare, 0):g} of {usable_cores():g} cores are spare"
+    if accelerator and (device == "cuda" or (device == "auto" and kind != "process" and spare < 1)):
+        return "inline", accelerator, f"{reason}; the reference runs on the device of the training"
     if not hasattr(os, "memfd_create"):
-        return ControllerChoice("inline", "cpu", "the controller process needs Linux")
-    if kind != "auto":
-        return ControllerChoice(kind, "cpu", f"set in controller.kind; {found}")
-    if accelerator:
-        return ControllerChoice("process", "cpu", f"training is on an accelerator; {found}")
-    return ControllerChoice("inline", "cpu", f"training is on the CPU; {found}")
+        return "inline", "cpu", "the controller process needs Linux"
+    return {"auto": "process" if accelerator else "inline"}.get(kind, kind), "cpu", reason
 
 
 def spare_cores(loader: Any = None) -> float:
@@ -268,12 +370,12 @@ def spare_cores(loader: Any = None) -> float:
     return usable_cores() - each * (int(ranks) if ranks.isdigit() else 1)
 
 
-def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+def usable_cores() -> float:
     """Return how many cores this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     try:
-        granted, _, period = quota.read_text(encoding="ascii").partition(" ")
-        return min(cores, int(granted) / int(period))
+        quota = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return min(cores, int(quota[0]) / int(quota[1]))
     except (OSError, ValueError):
         return cores

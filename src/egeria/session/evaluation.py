@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from egeria.controller import Controller, ProcessController, choose
-from egeria.controller.inline import Answer, EvaluationPlan, InlineController, Report, Ticket
+from egeria.controller import (
+    Answer,
+    Controller,
+    EvaluationPlan,
+    InlineController,
+    ProcessController,
+    Ticket,
+    choose,
+)
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import rank, together
 from egeria.errors import brief
@@ -28,6 +35,7 @@ from egeria.model.batch import Batch
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
 from egeria.model.undisturbed import KEPT, capture, is_own_pass, keeps_outside, living, undisturbed
+from egeria.plasticity import gram, pool_map
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.wording import plural
 from egeria.session.clock import Clock, Seconds
@@ -35,11 +43,7 @@ from egeria.session.training import FreezingEndedError, Training
 
 FAILURES_BEFORE_GIVING_UP = 3
 POLLS_PER_INTERVAL = 4  # a controller process is asked so often for its readings
-FIRST_REVIEW, TOLERATED, LARGEST_GROWTH = 3, 1.25, 8  # of the budget for evaluations
-SHORT_RUN = (
-    "egeria: the run ended before its controller process, which takes seconds to start, had given "
-    'a reading, so nothing could freeze. Give attach controller="inline", or train for longer.'
-)
+NUM_REVIEWED, LARGEST_GROWTH = 3, 8  # evaluations behind which `n` may grow, and how far
 
 
 class Evaluation:
@@ -64,18 +68,18 @@ class Evaluation:
         self.recorder, self.is_given, self.leads = training.recorder, is_given, rank() == 0
         # Whether readings come at any time; the same in all processes, and for good.
         self._is_apart = together(lambda: controller.is_apart)[0]
-        config = training.config
-        self._budget = Budget(config.controller.budget_share, config.plasticity.window)
-        self._num_samples = config.plasticity.num_samples
+        self._settings = training.config.plasticity
         self._batch: Batch | None = None
-        self._is_armed = self._has_read = self._is_behind = False  # behind: no room for a refresh
+        self._is_armed = self._is_behind = False  # behind: a refresh was due and not possible
         self._refreshed_at: int | None = None  # the evaluation; None where there is no reference
         self._num_failures, self._cpu_s, self.due = 0, 0.0, 0  # failures: in a row
         self._living: set[int] | None = None
         # Whether the model keeps tensors outside of itself; None before a pass was looked at.
         self._keeps_outside: bool | None = None
-        self._costs: dict[int, dict[str, Any]] = {}  # by evaluation
+        self._costs: dict[int, Seconds] = {}  # by evaluation
         self._refresh_cost = Seconds()
+        # What the evaluations since the last review took, and a refresh, in iterations.
+        self._iterations, self._refresh_iterations = list[float](), 0.0
         self._finished: list[Reading] = []
 
     def prepare(self, module: int | None) -> None:
@@ -119,34 +123,35 @@ class Evaluation:
             steps = plural(interval.num_steps, "step")
             reason = f"the training loss was not finite for {steps}; nothing is judged meanwhile"
             self.recorder.decline("freezing while the loss is not finite", reason)
-        elif index is not None and self._is_armed and self._refreshed_at is not None:
-            self._request(Ticket(self.clock.evaluation, index, self.cut.modules[index].tap))
+        elif index is not None and self._is_armed:
+            ticket = Ticket(self.clock.evaluation, index, self.cut.modules[index].tap)
+            if self._batch is None:
+                reason = "the loop does not call the model in training mode"
+                self._take_in_answer(Answer(ticket, math.nan, reason))
+            elif self._refreshed_at is not None:
+                self._request(ticket, self._batch.first_rows(self._settings.num_samples))
 
-    def _request(self, ticket: Ticket) -> None:
-        begin, activation = Seconds.now(), None
-        rows = None if self._batch is None else self._batch.first_rows(self._num_samples)
-        reason = "the loop does not call the model in training mode"
-        if rows is not None:
-            name = self.cut.modules[ticket.module].name
-            reason = f"layer module {name} gives no tensor to judge it by"
-            try:
-                with undisturbed(self.training.model):
-                    own = rows.first_rows(None)
-                    activation = capture(self.training.model, ticket.tap, own)
-            except Exception as error:  # not every first dimension is one of samples
-                reason = brief(error)
-        if rows is None or activation is None:
-            self._take_in([Answer(ticket, math.nan, reason)])
+    def _request(self, ticket: Ticket, rows: Batch) -> None:
+        begin, model = Seconds.now(), self.training.model
+        name = self.cut.modules[ticket.module].name
+        reason, activation = f"layer module {name} gives no tensor to judge it by", None
+        try:
+            with undisturbed(model):
+                activation = capture(model, ticket.tap, rows.first_rows(None))
+        except Exception as error:  # not every first dimension is one of samples
+            reason = brief(error)
+        if activation is None:
+            self._take_in_answer(Answer(ticket, math.nan, reason))
             return
-        self.controller.submit(ticket, rows, activation)
-        spent = Seconds.now().since(begin)
-        self._costs[ticket.evaluation] = spent._asdict()
+        training_BB = gram(pool_map(activation, self._settings.largest_map))
+        self.controller.submit(ticket, rows, training_BB)
+        spent = self._costs[ticket.evaluation] = Seconds.now().since(begin)
         if self.clock.iteration_s > 0:
-            self._budget.note_evaluation(spent.wall_s / self.clock.iteration_s)
+            self._iterations.append(spent.wall_s / self.clock.iteration_s)
 
     def take_finished(self) -> list[Reading]:
         """Return what has been read since the last call."""
-        self._take_in(self.controller.poll())
+        self._take_in_reports()
         own, self._finished = self._finished, []
         return own
 
@@ -155,9 +160,10 @@ class Evaluation:
         names = ("slope", "tolerance", "stationary")
         found: dict[str, Any] = {name: getattr(status, name) for name in names}
         found["smoothed"] = reading.value if status.smoothed is None else status.smoothed
-        found |= {"wall_s": 0.0, "cpu_s": 0.0, **self._costs.pop(reading.evaluation, {})}
-        name, step = self.cut.modules[reading.module].name, self.recorder.step
-        self.recorder.write(PlasticityRead(step=step, name=name, **asdict(reading), **found))
+        found |= self._costs.pop(reading.evaluation, Seconds())._asdict()
+        found |= {"step": self.recorder.step, "controller_cpu_s": self._spent()}
+        name = self.cut.modules[reading.module].name
+        self.recorder.write(PlasticityRead(name=name, **asdict(reading), **found))
 
     def drop(self, evaluation: int, module: int, reason: str) -> None:
         """Journal an evaluation without a usable reading."""
@@ -171,29 +177,44 @@ class Evaluation:
         Returns:
             The steps of an interval that keep evaluations within their budget.
         """
-        before = self.clock.interval_steps
         is_due = wants.refresh or self._is_behind or self._refreshed_at is None
         if is_due and wants.plasticity_of is not None:
             self._refresh()
         self.disarm()
-        after, reason = self._budget.review(before) or (before, "")
-        if after != before:
+        return self._fitting_steps(wants.interval_steps or self.clock.interval_steps)
+
+    def _refresh(self) -> None:
+        begin, is_first = Seconds.now(), self._refreshed_at is None
+        rows = self._batch and self._batch.first_rows(self._settings.num_samples)
+        self._is_behind = not (rows and self.controller.refresh(self.training.model, rows))
+        if self._is_behind:
+            return
+        self._refreshed_at = self.clock.evaluation
+        self._refresh_cost = Seconds.now().since(begin)
+        self._take_in_reports()
+        if not is_first and self.clock.iteration_s > 0:
+            self._refresh_iterations = self._refresh_cost.wall_s / self.clock.iteration_s
+
+    def _fitting_steps(self, wanted: int) -> int:
+        """Return how long intervals are from here on; it changes behind every third evaluation.
+
+        `n` grows to where evaluations, with their share of a refresh, are within their budget.
+        Costs are in iterations measured at the same time: a busy machine slows down both.
+        """
+        before, share = self.clock.interval_steps, self.training.config.controller.budget_share
+        if len(self._iterations) < NUM_REVIEWED:
+            return before
+        refresh = self._refresh_iterations / self._settings.window
+        cost = statistics.median(self._iterations) + refresh
+        self._iterations.clear()
+        after = max(before, min(math.ceil(cost / share), LARGEST_GROWTH * wanted))
+        if after > before:
+            takes = f"an evaluation takes as long as {cost:.2g} iterations"
+            reason = f"{takes}; the budget is {share:.1%} of the training time"
             step = self.recorder.step
             changed = IntervalChanged(step=step, before=before, after=after, reason=reason)
             self.recorder.write(changed)
         return after
-
-    def _refresh(self) -> None:
-        begin = Seconds.now()
-        rows = None if self._batch is None else self._batch.first_rows(self._num_samples)
-        self._is_behind = not self.controller.refresh(self.training.model, rows)
-        if self._is_behind:
-            return
-        is_first, self._refreshed_at = self._refreshed_at is None, self.clock.evaluation
-        self._refresh_cost = Seconds.now().since(begin)
-        self._take_in(self.controller.poll())
-        if not is_first and self.clock.iteration_s > 0:
-            self._budget.note_refresh(self._refresh_cost.wall_s / self.clock.iteration_s)
 
     def close(self, *, for_good: bool = True) -> None:
         """Release everything held; a given controller only where the run ends."""
@@ -205,14 +226,15 @@ class Evaluation:
         """Return what a resumed run needs to read the same values."""
         return {
             "refreshed_at": self._refreshed_at,
-            "budget": asdict(self._budget),
+            "iterations": list(self._iterations),
+            "refresh_iterations": self._refresh_iterations,
             "controller": self.controller.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        settings = {"share": self._budget.share, "window": self._budget.window}
-        self._budget = Budget(**{**state["budget"], **settings})
+        self._iterations = list(state["iterations"])
+        self._refresh_iterations = state["refresh_iterations"]
         goes_on = self.controller.refresh(self.training.model, None, state["controller"])
         self._refreshed_at = state["refreshed_at"] if goes_on else None
 
@@ -233,29 +255,26 @@ class Evaluation:
             self._keeps_outside = keeps_outside(model, output, self._living)
             self._living = None
 
-    def _take_in(self, reports: Sequence[Report]) -> None:
+    def _take_in_reports(self) -> None:
         """Sort what the controller reports into finished readings and events of the journal."""
-        controller_cpu_s, now = self._spent() / max(1, len(reports)), self.recorder.step
-        for report in reports:
+        for report in self.controller.poll():
             if isinstance(report, Answer):
-                costs = self._costs.setdefault(report.ticket.evaluation, {})
-                costs["controller_cpu_s"] = controller_cpu_s
                 self._take_in_answer(report)
             elif isinstance(report, Declined):
                 self.recorder.decline(report.what, report.reason)
             elif isinstance(report, ReferenceRefreshed):
-                costs = {**self._refresh_cost._asdict(), "controller_cpu_s": controller_cpu_s}
-                which: dict[str, Any] = {"step": now, "evaluation": self._refreshed_at or 0}
-                self.recorder.write(replace(report, **which, **costs))
+                found: dict[str, Any] = self._refresh_cost._asdict()
+                found |= {"step": self.recorder.step, "evaluation": self._refreshed_at or 0}
+                self.recorder.write(replace(report, controller_cpu_s=self._spent(), **found))
             else:
-                self.recorder.write(replace(report, step=now))
+                self.recorder.write(replace(report, step=self.recorder.step))
 
     def _take_in_answer(self, answer: Answer) -> None:
         (evaluation, index, _), value, reason = answer
         if value is None:
             self.drop(evaluation, index, reason)
         elif math.isfinite(value):
-            self._num_failures, self._has_read = 0, True
+            self._num_failures = 0
             self._finished.append(Reading(evaluation=evaluation, module=index, value=value))
         else:
             reason = reason or f"the value is {value}"
@@ -275,65 +294,14 @@ class Evaluation:
 
     def _close_controller(self) -> None:
         """End the controller; what it had not handed over, or not finished, is dropped."""
-        was_apart = self.controller.is_apart
-        late = [report for report in self.controller.close() if isinstance(report, Answer)]
-        self._spent()
-        lost = [(read.evaluation, read.module, "") for read in self._finished]
-        lost += [(ticket.evaluation, ticket.module, reason) for ticket, _, reason in late]
+        too_late = "the run ended before it was judged"
+        for reading in self._finished:
+            self.drop(reading.evaluation, reading.module, too_late)
         self._finished = []
-        for evaluation, index, reason in lost:
-            self.drop(evaluation, index, reason or "the run ended before it was judged")
-        if late and was_apart and not self._has_read:
-            self.recorder.warn("a short run", SHORT_RUN)
-
-
-@dataclass(eq=False)
-class Budget:
-    """Makes `n` longer where evaluations take more than their share of the training time.
-
-    The first review comes after three evaluations, before any slope is known, and acts at once;
-    later ones come after a window of evaluations each, and two in a row must agree: a slope is a
-    movement per evaluation, so that a change of `n` within a history bends it. `n` doubles, so that
-    how busy the machine is rarely makes a difference, up to eight times its first value.
-
-    Costs are in iterations measured at the same time: a busy machine slows down both.
-
-    Args:
-        share: of the training time.
-        window: evaluations between reviews, and between refreshes.
-    """
-
-    share: float
-    window: int
-    evaluations: tuple[float, ...] = ()
-    refreshes: tuple[float, ...] = ()
-    next_review: int = FIRST_REVIEW
-    first_interval_steps: int = 0
-    was_over: bool = True
-
-    def note_evaluation(self, iterations: float) -> None:
-        """Record the cost of one evaluation."""
-        self.evaluations = (*self.evaluations, iterations)
-
-    def note_refresh(self, iterations: float) -> None:
-        """Record the cost of a refresh of the reference, which a window of evaluations shares."""
-        self.refreshes = (*self.refreshes, iterations / self.window)[-self.window :]
-
-    def review(self, interval_steps: int) -> tuple[int, str] | None:
-        """Return a longer `n` and the reason; None where this one will do, or it is too early."""
-        if len(self.evaluations) < self.next_review:
-            return None
-        self.first_interval_steps = self.first_interval_steps or interval_steps
-        cost = statistics.median(self.evaluations) + statistics.median(self.refreshes or (0.0,))
-        self.evaluations, self.next_review, longer = (), self.window, interval_steps
-        was_over, self.was_over = self.was_over, cost > TOLERATED * self.share * interval_steps
-        longest = LARGEST_GROWTH * self.first_interval_steps
-        while cost > self.share * longer and 2 * longer <= longest:
-            longer *= 2
-        if longer == interval_steps or not (was_over and self.was_over):
-            return None
-        takes = f"an evaluation takes as long as {cost:.2g} iterations"
-        return longer, f"{takes}; the budget is {self.share:.1%} of the training time"
+        for report in self.controller.close():
+            if isinstance(report, Answer):
+                self.drop(report.ticket.evaluation, report.ticket.module, report.reason or too_late)
+        self._spent()
 
 
 def make_evaluation(training: Training, cut: Cut, clock: Clock) -> Evaluation:
