@@ -17,11 +17,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import cloudpickle
 import psutil
@@ -44,7 +43,7 @@ from egeria.model.hooks import without_watchers
 from egeria.random_state import RandomState
 
 START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine
-NUM_SNAPSHOTS, QUEUE_LENGTH = 2, 4  # one snapshot is worked from, and one is on its way
+QUEUE_LENGTH = 4  # evaluations that wait; beside them one snapshot may
 PATIENT_SHARE = 12  # of the timeout that an evaluation waits for processors that are busy
 WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 
@@ -58,11 +57,9 @@ ENVIRONMENT = {
 }
 
 
-class Message(NamedTuple):
-    """To the process: in which file lies what it is to do."""
-
-    file: int  # the same descriptor in both processes
-    ticket: Ticket | None  # of an evaluation; None for a snapshot of the model
+# To the process: in which file lies what it is to do (the descriptor is the same in both), and for
+# which evaluation; None for a snapshot of the model.
+Message: TypeAlias = tuple[int, Ticket | None]
 
 
 class ProcessController(Controller):
@@ -73,8 +70,7 @@ class ProcessController(Controller):
     counterpart. The process takes snapshots and evaluations in the order in which they were asked.
 
     It is started with the first snapshot. Where it cannot be started, dies, hangs or refuses, what
-    it has not answered is evaluated in the training process, and so is everything from there on,
-    with the same readings.
+    it has not answered is lost, and the training process evaluates from its next refresh on.
 
     Args:
         plan: how to evaluate.
@@ -85,8 +81,8 @@ class ProcessController(Controller):
 
     def __init__(self, plan: EvaluationPlan, timeout_s: float, load_limit: float = 1.0) -> None:
         self._plan, self._timeout_s, self._load_limit = plan, timeout_s, load_limit
-        # Of snapshots, of evaluations, and of what the process prints.
-        self._files = [os.memfd_create("egeria") for _ in range(NUM_SNAPSHOTS + QUEUE_LENGTH + 1)]
+        # Of a snapshot, of evaluations, and of what the process prints.
+        self._files = [os.memfd_create("egeria") for _ in range(1 + QUEUE_LENGTH + 1)]
         self._held = contextlib.ExitStack()
         for file in self._files:
             self._held.callback(os.close, file)
@@ -95,7 +91,6 @@ class ProcessController(Controller):
         self._pipe: Any = None
         self._inline: InlineController | None = None
         self._unanswered: deque[Message] = deque()
-        self._snapshot: Message | None = None  # the one that the process works from
         self._reports: list[Report] = []
         self._deadline_s = 0.0
 
@@ -106,47 +101,42 @@ class ProcessController(Controller):
 
     def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
         """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
-        is_sent = state is None and self._send(None, (model, batch), self._files[:NUM_SNAPSHOTS])
-        return self._inline.refresh(model, batch, state) if self._inline else is_sent
+        if self._inline is not None:
+            return self._inline.refresh(model, batch, state)
+        return state is None and not self._send(None, (model, batch))
 
     def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
         """Send one evaluation; without room it is dropped, which `poll` reports."""
-        content = batch, RandomState.current(), training_BB
-        if self._send(ticket, content, self._files[NUM_SNAPSHOTS:-1]):
-            return
         if self._inline is not None:
             self._inline.submit(ticket, batch, training_BB)
-        else:
-            full = "the controller is behind: its queue is full"
-            self._reports.append(Answer(ticket, None, full))
+        elif reason := self._send(ticket, (batch, RandomState.current(), training_BB)):
+            self._reports.append(Answer(ticket, None, reason))
 
     def poll(self) -> list[Report]:
         """Return what happened since the last call; a process that fails is given up here."""
         if self._child is not None and (fault := self._receive(self._child)):
-            self._decline(fault)
+            self._give_up(fault)
         reports, self._reports = self._reports, []
         return reports + (self._inline.poll() if self._inline else [])
 
     def close(self) -> list[Report]:
         """End the process and give back the memory; evaluations under way are lost."""
-        reason = "the run ended before the controller came to it"
-        tickets = [message.ticket for message in self._unanswered if message.ticket]
-        self._reports += [Answer(ticket, None, reason) for ticket in tickets]
-        self._let_go()
+        self._end("the run ended before the controller came to it")
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing while the process has the reference: a resumed run begins with another."""
         return self._inline.state_dict() if self._inline else {}
 
-    def _send(self, ticket: Ticket | None, content: Any, files: Sequence[int]) -> bool:
-        """Have something done in the process; False if all files are in use, or there is none."""
-        used = {message.file for message in (*self._unanswered, self._snapshot) if message}
-        message = next((Message(file, ticket) for file in files if file not in used), None)
-        if message is None or self._inline is not None:
-            return False
+    def _send(self, ticket: Ticket | None, content: Any) -> str:
+        """Have something done in the process; return why it will not be, "" where it will."""
+        used = {file for file, _ in self._unanswered}
+        files = self._files[:1] if ticket is None else self._files[1:-1]
+        file = next((file for file in files if file not in used), None)
+        if file is None:
+            return "the controller is behind: its queue is full"
         try:
-            pack(content, message.file)
+            pack(content, file)
             if not self._unanswered:
                 start_s = 0.0 if self._child else START_S
                 self._deadline_s = time.monotonic() + start_s + self._timeout_s
@@ -154,12 +144,13 @@ class ProcessController(Controller):
                 self._child = self._start()
         except Exception as error:
             what = "the model" if ticket is None else "an evaluation"
-            self._decline(f"{what} cannot be sent there ({brief(error)})")
-            return False
-        self._unanswered.append(message)
+            reason = f"{what} cannot be sent there ({brief(error)})"
+            self._give_up(reason)
+            return reason
+        self._unanswered.append((file, ticket))
         with contextlib.suppress(OSError):  # it died, which `poll` finds
-            self._pipe.send(message)
-        return True
+            self._pipe.send(self._unanswered[-1])
+        return ""
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a fresh interpreter that runs `main`.
@@ -183,7 +174,7 @@ class ProcessController(Controller):
                 stdout=subprocess.DEVNULL,
                 stderr=self._files[-1],
             )
-        self._held.callback(_end, child, self._pipe, os.getpid())
+        self._held.callback(_kill, child, self._pipe, os.getpid())
         numbers = torch.get_default_dtype(), torch.get_float32_matmul_precision()
         waits = self._load_limit, self._timeout_s / PATIENT_SHARE
         self._pipe.send((self._plan, waits, *numbers))
@@ -197,8 +188,7 @@ class ProcessController(Controller):
                 if isinstance(outcome, str):
                     return f"it refuses: {outcome}"
                 self._reports += outcome
-                message = self._unanswered.popleft()
-                self._snapshot = self._snapshot if message.ticket else message
+                self._unanswered.popleft()
                 self._deadline_s = time.monotonic() + self._timeout_s
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -209,31 +199,24 @@ class ProcessController(Controller):
         is_late = self._unanswered and time.monotonic() > self._deadline_s
         return f"it gave no answer for over {self._timeout_s:g} s" if is_late else ""
 
-    def _decline(self, reason: str) -> None:
-        """Go on in this process, with what the other one has not answered."""
+    def _give_up(self, reason: str) -> None:
+        """Go on in this process, from the next refresh on."""
+        self._inline = InlineController(self._plan)
+        self._end("the controller process was given up")
         what = "evaluating in a process of its own"
         reason = f"{reason.rstrip('.')}; evaluations are made in the training process from here on"
         self._reports.append(Declined(step=0, what=what, reason=reason))
-        inline, before = InlineController(self._plan), RandomState.current()
-        if self._child is not None:  # it must not read a file at the same time
-            _end(self._child, self._pipe, os.getpid())
-        try:
-            if self._snapshot is not None:
-                handle(inline, self._snapshot)  # reported when the process took it
-            for message in self._unanswered:
-                self._reports += handle(inline, message)
-        finally:
-            before.set()
-        self._inline = inline
-        self._let_go()
 
-    def _let_go(self) -> None:
-        self._release()
-        self._child = None
+    def _end(self, reason: str) -> None:
+        """End the process and give back the memory; evaluations under way are lost."""
+        lost = [ticket for _, ticket in self._unanswered if ticket]
+        self._reports += [Answer(ticket, None, reason) for ticket in lost]
         self._unanswered.clear()
+        self._child = None
+        self._release()
 
 
-def _end(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
+def _kill(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
     """Kill the process, which holds nothing that could be lost."""
     if os.getpid() != owner:
         return  # a forked data worker has inherited this object, not the child
@@ -262,12 +245,12 @@ def main(descriptor: int, parent: int) -> None:
         torch.set_float32_matmul_precision(precision)
         controller = InlineController(plan)
         while True:
-            message = pipe.recv()
+            file, ticket = pipe.recv()
             ends = time.monotonic() + patience_s
             while load_limit < 1 and time.monotonic() < ends:
                 if psutil.cpu_percent(LOOK_EVERY_S) <= 100 * load_limit:
                     break
-            pipe.send((_answer(controller, message), time.process_time()))
+            pipe.send((_answer(controller, file, ticket), time.process_time()))
     except (EOFError, OSError):
         os._exit(0)  # at once: an interpreter with torch in it takes its time to shut down
 
@@ -278,26 +261,21 @@ def _end_behind(parent: int) -> None:
     os._exit(0)
 
 
-def _answer(controller: InlineController, message: Message) -> list[Report] | str:
-    """Return what came of a message, or why nothing did."""
+def _answer(controller: InlineController, file: int, ticket: Ticket | None) -> list[Report] | str:
+    """Take over a snapshot or make an evaluation; return what came of it, or why nothing did."""
     try:
-        reports = handle(controller, message)
+        content = unpack(file)
+        if ticket is None:
+            controller.refresh(*content)
+        else:
+            batch, random_state, training_BB = content
+            random_state.set()  # as it was when the evaluation was asked for
+            controller.submit(ticket, batch, training_BB)
     except (Exception, SystemExit) as error:  # a script that is imported for its classes may exit
         return brief(error)
+    reports = controller.poll()
     failures = [report.reason for report in reports if isinstance(report, Answer) and report.reason]
     return failures[0] if failures else reports
-
-
-def handle(controller: InlineController, message: Message) -> list[Report]:
-    """Take over a snapshot or make an evaluation, in either process; return what came of it."""
-    content = unpack(message.file)
-    if message.ticket is None:
-        controller.refresh(*content)
-    else:
-        batch, random_state, training_BB = content
-        random_state.set()  # as it was when the evaluation was asked for
-        controller.submit(message.ticket, batch, training_BB)
-    return controller.poll()
 
 
 def pack(content: Any, file: int) -> None:

@@ -128,7 +128,9 @@ class Evaluation:
             if self._batch is None:
                 reason = "the loop does not call the model in training mode"
                 self._take_in_answer(Answer(ticket, math.nan, reason))
-            elif self._refreshed_at is not None:
+            elif self._refreshed_at is None:
+                self.drop(ticket.evaluation, index, "there is no reference model yet")
+            else:
                 self._request(ticket, self._batch.first_rows(self._settings.num_samples))
 
     def _request(self, ticket: Ticket, rows: Batch) -> None:
@@ -262,6 +264,7 @@ class Evaluation:
                 self._take_in_answer(report)
             elif isinstance(report, Declined):
                 self.recorder.decline(report.what, report.reason)
+                self._refreshed_at = None  # with what has been given up the reference is gone
             elif isinstance(report, ReferenceRefreshed):
                 found: dict[str, Any] = self._refresh_cost._asdict()
                 found |= {"step": self.recorder.step, "evaluation": self._refreshed_at or 0}
