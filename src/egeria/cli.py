@@ -33,7 +33,7 @@ from egeria.model.cut import LayerModule, make_modules
 from egeria.model.group import find_pieces
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.model.watch import Watch
-from egeria.report.wording import percent
+from egeria.report.text import percent
 
 PROBE_BYTES = 64 * 2**20
 ABOUT = "Train faster by freezing layers once they have converged."

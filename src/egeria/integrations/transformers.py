@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from egeria.distributed.ranks import rank, together
 from egeria.errors import brief
 from egeria.journal import FILE_NAME, Recorder, is_url
 from egeria.policy import Maker
-from egeria.report.trackers import Tracker, find_trackers, scalars
+from egeria.report.trackers import scalars
 from egeria.session.checks import choose_rule, read_config
 
 STATE_FILE = "egeria.pt"
@@ -33,8 +32,6 @@ STATE_FILE = "egeria.pt"
 DIRECTORY = "egeria"
 """Where the journal goes, inside `output_dir`."""
 MOST_DIRECTORIES = 1000
-TRACKERS = ("_wandb", "_ml_flow")
-"""Attributes of the trainer's own callbacks that hold trackers which take files."""
 
 
 class EgeriaCallback(TrainerCallback):
@@ -125,8 +122,6 @@ class EgeriaCallback(TrainerCallback):
         output = Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None)))
         folder = output / DIRECTORY if self._directory is None else Path(self._directory)
         url = self._directory if is_url(self._directory) else None
-        callbacks = trainer.callback_handler.callbacks
-        held = [getattr(entry, name, None) for entry in callbacks for name in TRACKERS]
         attach = functools.partial(
             egeria.attach,
             trainer.model_wrapped,
@@ -134,7 +129,6 @@ class EgeriaCallback(TrainerCallback):
             trainer.callback_handler.train_dataloader,
             scheduler=trainer.lr_scheduler,
             config=self._config,
-            log_to=[_keeper(entry) for entry in held if entry is not None and self._logs],
         )
         if saved is not None:
             place = url or folder.with_name(saved["journal"])
@@ -214,11 +208,6 @@ def _save(run: egeria.Run, path: Path) -> None:
     unfinished = path.with_suffix(".part")
     torch.save({"journal": journal, "run": run.state_dict()}, unfinished)
     unfinished.replace(path)
-
-
-def _keeper(held: Any) -> Tracker:
-    """Return a tracker that takes the report alone: Trainer's own entries have the numbers."""
-    return replace(*find_trackers(held), log=lambda *_: None)
 
 
 def _unused(directory: Path) -> Path:

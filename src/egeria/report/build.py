@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from egeria.journal import is_url, read_journal, upload, without_login
+from egeria.journal import read_journal
 from egeria.report.summary import Summary
-from egeria.report.text import cautions, headline, verdict
-from egeria.report.wording import printable
-
-PAGE_NAME = "report.html"
+from egeria.report.text import cautions, headline, printable, verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,35 +31,20 @@ def report(directory: str | Path) -> Report:
     """Summarise a run and write `report.html` beside its journal.
 
     Args:
-        directory: the run's directory, or the journal file in it; also the URL of a directory,
-            which gets the page too. The run may still be going on.
+        directory: the run's directory, or the journal file in it. The run may still be going on.
 
     Raises:
         JournalError: there is no journal, or a newer version of egeria wrote it.
     """
-    journal = read_journal(directory)
-    path = journal.directory / PAGE_NAME
-    summary = Summary.from_events(journal, path.parent, num_damaged=journal.num_damaged)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # of a URL there may be none here yet
-        write_page(summary, path)
-    except OSError as error:
-        message = f"{path} cannot be written: {error}. Copy the journal to a writable directory."
-        return Report(summary=summary, path=None, message=message)
-    message = f"page: {path}"
-    if is_url(directory):
-        url = f"{str(directory).rstrip('/')}/{PAGE_NAME}"
-        try:
-            upload([path], str(directory))
-            message += f", and {without_login(url)}"
-        except Exception as error:  # of the store's own kind
-            message += without_login(f"; {url} cannot be written: {error}")
-    return Report(summary=summary, path=path, message=message)
-
-
-def write_page(summary: Summary, path: Path) -> None:
-    """Write the page of a run."""
     # Drawing takes half a second to import: only those who ask for a report wait for it.
     from egeria.report.page import render_page  # noqa: PLC0415
 
-    path.write_bytes(render_page(summary).encode("utf-8", errors="replace"))
+    journal = read_journal(directory)
+    path = journal.directory / "report.html"
+    summary = Summary.from_events(journal, path.parent, num_damaged=journal.num_damaged)
+    try:
+        path.write_bytes(render_page(summary).encode("utf-8", errors="replace"))
+    except OSError as error:
+        message = f"{path} cannot be written: {error}. Copy the journal to a writable directory."
+        return Report(summary=summary, path=None, message=message)
+    return Report(summary=summary, path=path, message=f"page: {path}")

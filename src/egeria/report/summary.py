@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from egeria import events
 from egeria import policy as policies
 from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed, RunStarted
@@ -111,11 +113,11 @@ class Summary:
         same directory. `step` and `started` are known of a run that goes on.
         """
         processes, num_earlier_runs = _course(found)
-        kept = [event for process in processes for event in process]
+        kept = list(itertools.chain(*processes))
         started = next((e for e in reversed(kept) if isinstance(e, RunStarted)), started)
         begin = next((e for e in kept if isinstance(e, (Resumed, IntervalMeasured))), None)
-        first_stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
-        stages = [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
+        stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
+        stages += [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
         return cls(
             directory=directory or Path(),
             processes=processes,
@@ -123,7 +125,7 @@ class Summary:
             step=max([step, *(event.step for event in kept)]),
             first_step=begin.step if isinstance(begin, Resumed) else 0,
             closed=any(isinstance(event, RunClosed) for event in (processes or [[]])[-1]),
-            stage=(first_stages + stages)[-1],
+            stage=stages[-1],
             num_resumed=len(processes) - 1,
             num_earlier_runs=num_earlier_runs,
             num_damaged=num_damaged,
@@ -177,16 +179,14 @@ class Summary:
         """Step, and frozen modules before and after, of each change of depth."""
         found, depth = [], 0
         for event in self.events:
-            is_end = isinstance(event, Declined) and event.what == "freezing"  # for good
+            after, is_end = depth, isinstance(event, Declined) and event.what == "freezing"
             if isinstance(event, (events.ModuleFrozen, Resumed)):
                 after = event.frozen
             elif isinstance(event, events.Thawed) or is_end:
                 after = 0
-            else:
-                continue
             if after != depth:
                 found.append((event.step, depth, after))
-                depth = after
+            depth = after
         return tuple(found)
 
     @cached_property
@@ -262,11 +262,12 @@ class Summary:
         found = []
         for frozen in sorted({interval.frozen for interval in self.intervals}):
             group = [interval for interval in self.intervals if interval.frozen == frozen]
-            wall_s = _median((each.iteration_wall_s, each.num_steps) for each in group)
-            cpu_s = _median((each.iteration_cpu_s, each.num_steps) for each in group)
-            most = max((each.memory_bytes or 0 for each in group), default=0)
-            num_steps = sum(each.num_steps for each in group)
-            found.append(Pace(frozen, num_steps, wall_s, cpu_s, most or None))
+            times = [(each.iteration_wall_s, each.iteration_cpu_s) for each in group]
+            # Each interval counts as often as it has steps.
+            num_steps = [each.num_steps for each in group]
+            wall_s, cpu_s = map(float, np.median(np.repeat(times, num_steps, axis=0), axis=0))
+            most = max(each.memory_bytes or 0 for each in group)
+            found.append(Pace(frozen, sum(num_steps), wall_s, cpu_s, most or None))
         return tuple(found)
 
     @cached_property
@@ -356,24 +357,13 @@ def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
 
 def _overhead(process: Sequence[Event], name: str) -> float:
     """Return what egeria cost one process so far, by the clock of that name."""
-    found = [event for event in process if isinstance(event, (IntervalMeasured, RunClosed))]
-    if not found:
+    counts = [event for event in process if isinstance(event, (IntervalMeasured, RunClosed))]
+    if not counts:
         return 0.0
-    cost_s = float(getattr(found[-1], f"overhead_{name}"))
+    cost_s = float(getattr(counts[-1], f"overhead_{name}"))
     if name == "wall_s":  # the controller process runs in parallel
         return cost_s
-    if isinstance(found[-1], RunClosed):
-        return cost_s + found[-1].controller_cpu_s
+    if isinstance(counts[-1], RunClosed):
+        return cost_s + counts[-1].controller_cpu_s
     kinds = (events.PlasticityRead, events.ReferenceRefreshed)
     return cost_s + sum(event.controller_cpu_s for event in process if isinstance(event, kinds))
-
-
-def _median(paces: Iterable[tuple[float, int]]) -> float:
-    """Return the median of the paces of intervals, each counted as often as it has steps."""
-    ordered = sorted(paces)
-    left = sum(num_steps for _, num_steps in ordered) / 2
-    for (pace, num_steps), (next_pace, _) in itertools.pairwise(ordered):
-        left -= num_steps
-        if left <= 0:
-            return pace if left else (pace + next_pace) / 2
-    return ordered[-1][0]

@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from egeria import events
 from egeria.policy import BOOTSTRAPPING
 from egeria.report.summary import FEW_STEPS, UNKNOWN_START, Clock, Summary, ratio
-from egeria.report.wording import duration, mebibytes, number, percent, plural
 
 MAX_METRICS = 4
 SHORT_SHARE = 0.75
 """Share of `total_steps` that a run must have had, or the report asks whether they were right."""
 EARLY_SHARE = 0.1
 """Share of the run at its beginning in which iterations are slow: memory and kernels are found."""
+UNKNOWN = "\N{EN DASH}"
+_MINUS = "\N{MINUS SIGN}"
+_SPACE = "\N{NO-BREAK SPACE}"
+_UNITS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
+"""Limit in seconds, factor and name of each unit of time."""
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def percent(share: float | None, *, signed: bool = False) -> str:
+    """Write a share as a percentage; a dash where it is not known."""
+    if share is None or not math.isfinite(share):
+        return UNKNOWN
+    return f"{100 * share:{'+' if signed else ''}.1f}{_SPACE}%".replace("-", _MINUS)
+
+
+def duration(seconds: float | None) -> str:
+    """Write seconds in the unit that reads best."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    size, sign = abs(seconds), _MINUS if seconds < 0 else ""
+    for limit, factor, unit in _UNITS if size else ():
+        if size < limit:
+            return f"{sign}{size * factor:.3g}{_SPACE}{unit}"
+    return f"{sign}{size / 3600:,.1f}{_SPACE}h" if size else f"0{_SPACE}s"
+
+
+def number(value: float | None) -> str:
+    """Write a number with four significant digits."""
+    return UNKNOWN if value is None else f"{value:.4g}".replace("-", _MINUS)
+
+
+def mebibytes(num_bytes: float | None) -> str:
+    """Write an amount of memory."""
+    return UNKNOWN if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def plural(amount: int, singular: str) -> str:
+    """Write an amount of things."""
+    return f"{amount:,} {singular}{'' if amount == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """Replace what could steer a terminal; names and reasons come from anywhere."""
+    return "".join(c if c.isprintable() else "�" for c in text.replace(_SPACE, " "))
+
+
+# --- sentences -----------------------------------------------------------------------------------
 
 
 def progress(summary: Summary) -> str:
@@ -26,20 +74,24 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
     """Return the numbers that come first, each under its name."""
     frozen = f"{summary.frozen}{f' of {len(summary.modules)} modules' if summary.modules else ''}"
     share, mean = percent(summary.parameter_share), percent(summary.mean_parameter_share)
-    skipped = percent(summary.skipped_share)
-    when = "at the end" if summary.closed else "now"
     rows = [
         ("progress", progress(summary)),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
-        (f"frozen {when}", f"{frozen} ({share} of parameters)"),
-        ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
+        (
+            f"frozen {'at the end' if summary.closed else 'now'}",
+            f"{frozen} ({share} of parameters)",
+        ),
+        (
+            "mean over the run",
+            f"{mean} of parameters frozen, {percent(summary.skipped_share)} of compute skipped",
+        ),
     ]
-    known = {pace.frozen: pace.memory_bytes for pace in summary.paces if pace.memory_bytes}
-    if len(known) > 1:
-        most = [f"{mebibytes(known[depth])} with {depth or 'nothing'} frozen" for depth in known]
-        rows.append(("most memory", ", ".join(most)))
+    most = {pace.frozen: pace.memory_bytes for pace in summary.paces if pace.memory_bytes}
+    if len(most) > 1:
+        found = (f"{mebibytes(most[depth])} with {depth or 'nothing'} frozen" for depth in most)
+        rows.append(("most memory", ", ".join(found)))
     used = {event.generation: event for event in summary.of(events.CacheUsed)}.values()
     if used:  # the last word on each generation counts
         hits, misses = (sum(getattr(event, name) for event in used) for name in ("hits", "misses"))
@@ -56,8 +108,8 @@ def _saved(clock: Clock) -> str:
 
 def verdict(summary: Summary) -> str:
     """Return in a sentence or two what freezing saved, or why nothing froze."""
-    wall, cpu, reason = summary.wall, summary.cpu, why_nothing_froze(summary)
-    if reason:
+    wall, cpu = summary.wall, summary.cpu
+    if reason := why_nothing_froze(summary):
         return reason
     if wall.saved_s is None:
         return "The time saved is not known: no interval ran with nothing frozen."

@@ -73,8 +73,8 @@ def attach(
         policy: the name of a policy, before `config`'s; or an `egeria.policy.Maker` of your own.
         plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
             half of the steps on one, from three quarters on two; short for `policy.plan`.
-        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
-            a callable `(values, step)`, or a list of these: gets the run's numbers and the report.
+        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow`, a callable
+            `(values, step)`, or a list of these: gets the run's numbers.
 
     Returns:
         The run: call `run.step(loss)` once after each optimizer step.

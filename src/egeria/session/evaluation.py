@@ -37,7 +37,7 @@ from egeria.model.hooks import Hook, sweep
 from egeria.model.undisturbed import KEPT, capture, is_own_pass, keeps_outside, living, undisturbed
 from egeria.plasticity import gram, pool_map
 from egeria.policy import Interval, Reading, Status, Wants
-from egeria.report.wording import plural
+from egeria.report.text import plural
 from egeria.session.clock import Clock, Seconds
 from egeria.session.training import FreezingEndedError, Training
 
