@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import egeria
-from egeria import attach, cli, events
+from egeria import attach, events
 from egeria.cli import main
 from resnet import cifar_resnet
 from scripted import ScriptedController
@@ -148,12 +148,11 @@ def test_a_directory_without_a_journal_ends_with_status_2(command, tmp_path):
     assert errors.startswith("egeria report: ") and "nowhere[/x]" in errors and "cannot be read" in errors
 
 
-def test_doctor_measures_the_directory(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "PROBE_BYTES", 2**21)
+def test_doctor_tries_the_directory(command, tmp_path):
     (tmp_path / "disk[x]").mkdir()
     status, output, errors = command("doctor", "--directory", tmp_path / "disk[x]")
     assert status == 0 and errors == ""
-    for fact in ("quantization engines", "threads of torch", "memory", "accelerator", "MiB/s"):
+    for fact in ("quantization engines", "threads of torch", "memory", "accelerator", "GiB free"):
         assert fact in output
     assert torch.__version__ in output and "disk[x]" in output
     assert list((tmp_path / "disk[x]").iterdir()) == [], "the probe is gone"

@@ -46,11 +46,9 @@ def gram(a: Tensor) -> Tensor:
 
 
 def pool_map(a: Tensor, largest_map: int) -> Tensor:
-    """Average-pool a feature map until no side is twice as long as `largest_map`, or more.
+    """Average-pool a feature map [B, C, H, W] until no side has `2 * largest_map` pixels or more.
 
-    Args:
-        a: activation; only the shape [B, C, H, W] is pooled, any other comes back as it is.
-        largest_map: side in pixels.
+    An activation of another shape comes back as it is.
     """
     # The SP loss keeps its curve under pooling by 2 (log-correlation 1.000) and 4 (0.998) at a
     # fraction of the cost.

@@ -6,10 +6,9 @@
     reference.refresh(model, batch, {"layer1": 3e-4})  # now, and after every so many evaluations
     activation = reference.activation("layer1", batch)
 
-Its number format is float32, bfloat16 or int8, the last by `torch.ao.quantization`. In int8 the
-largest submodules of a convolutional model that can be traced and have no tap inside are quantised
-statically, with ranges of activations found on a batch; the model around them runs its own code.
-In other models each linear layer finds the range of its input at every call.
+Its number format is float32, bfloat16 or int8. In int8 are, of a convolutional model, the largest
+submodules that can be traced and have no tap inside, with ranges of activations found on a batch;
+of other models the linear layers, which find the range of their input at every call.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Reference:
 
         Args:
             model: the model in training.
-            batch: the newest training batch, to find ranges on and to compare.
+            batch: the newest training batch, to find ranges of activations and errors on.
             plasticity: means of the newest readings, by tap.
 
         Raises:
@@ -152,12 +151,7 @@ class Reference:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Continue from a saved state; activations are the same to the bit.
-
-        Args:
-            state: of a reference of this model that was refreshed.
-            model: gives the architecture.
-        """
+        """Continue from the state of a refreshed reference; activations are the same to the bit."""
         self._snapshot, name = take_snapshot(model, self._device), state["precision"]
         with torch.no_grad():
             for tensor, saved in zip(_tensors_of(self._snapshot), state["tensors"], strict=True):
@@ -257,19 +251,12 @@ def with_autocast(batch: Batch, enabled: bool) -> Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A snapshot in one number format.
+    """A snapshot in one number format."""
 
-    Attributes:
-        name: 'int8', 'bf16' or 'fp32'.
-        builder: how it was made, for the journal.
-        model: the snapshot.
-        ranges: what it takes to make the same again without a batch.
-    """
-
-    name: str
-    builder: str
+    name: str  # 'int8', 'bf16' or 'fp32'
+    builder: str  # how it was made, for the journal
     model: nn.Module
-    ranges: Ranges = field(default_factory=dict)
+    ranges: Ranges = field(default_factory=dict)  # to make the same again without a batch
 
     def read(self, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
         """Return the activations [B, ...] of submodules in float32; see `captures`."""
@@ -285,14 +272,9 @@ class Format:
 def build(
     name: str, snapshot: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges
 ) -> Format:
-    """Return a float32 snapshot in a number format; raise whatever forbids that.
+    """Return a float32 snapshot in the format of that name; raise whatever forbids it.
 
-    Args:
-        name: of the format.
-        snapshot: the model, which is left as it is.
-        taps: where activations will be read.
-        batch: to find ranges of activations on; None to take `ranges`.
-        ranges: those of an earlier build.
+    Ranges of activations, away from the taps, are found on a batch; `ranges` are taken without.
     """
     if name != "int8":
         return Format(name=name, builder=name, model=snapshot)

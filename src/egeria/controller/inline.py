@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,13 @@ from egeria.model.batch import Batch
 from egeria.plasticity import gram, pool_map, sp_loss_of_grams
 from egeria.reference import Reference
 
-State: TypeAlias = Mapping[str, Any]
-
 
 class Ticket(NamedTuple):
-    """Which evaluation it is, and the submodule whose output is the layer module's activation."""
+    """Which evaluation it is."""
 
     evaluation: int
     module: int
-    tap: str
+    tap: str  # the submodule whose output is the layer module's activation
 
 
 class Answer(NamedTuple):
@@ -35,34 +33,24 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
-# In order. The session fills in the steps of events, and what it spent itself.
-Report: TypeAlias = Answer | Event
-
-
 class Controller:
     """Evaluates plasticity; this base class evaluates nothing.
 
     No call takes longer than the evaluation that it makes itself.
-
-    Attributes:
-        is_apart: whether answers come at any time, so that it is polled between evaluations.
-        cpu_s: CPU seconds spent outside of the training process so far.
     """
 
-    is_apart: bool = False
     cpu_s: float = 0.0
+    """CPU seconds spent outside of the training process so far."""
 
-    def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
-        """Bring the reference model up to date with the training weights.
+    def refresh(
+        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Bring the reference model up to date, and return whether there is one from here on.
 
         Args:
             model: the model in training, with all of its weights.
             batch: the newest batch, to calibrate the reference model on.
-            state: what `state_dict` gave, where a run is resumed: the reference is taken from it,
-                without a batch.
-
-        Returns:
-            Whether there is a reference model from here on. If not, refresh again.
+            state: what `state_dict` gave, where a run is resumed; it is taken instead of the batch.
 
         Raises:
             ReferenceModelError: the model cannot be copied.
@@ -70,19 +58,16 @@ class Controller:
         return False
 
     def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
-        """Ask for an evaluation.
+        """Ask for an evaluation on a batch.
 
-        Args:
-            ticket: which one.
-            batch: what the reference model is run on.
-            training_BB: `gram` of the training model's activation, for the first rows of the batch.
+        `training_BB` is the `gram` of the training model's activation for the first of its rows.
         """
 
-    def poll(self) -> list[Report]:
-        """Return what happened since the last call."""
+    def poll(self) -> list[Answer | Event]:
+        """Return what happened since the last call, events without steps and costs."""
         return []
 
-    def close(self) -> list[Report]:
+    def close(self) -> list[Answer | Event]:
         """Release everything held, for good; return what was not polled, and what is lost."""
         return self.poll()
 
@@ -107,9 +92,11 @@ class InlineController(Controller):
         self._largest_map = plan.largest_map
         self._reference = Reference(plan.taps, precision=plan.precision, device=plan.device)
         self._readings: dict[str, list[float]] = {}  # by tap, since the last refresh
-        self._reports: list[Report] = []
+        self._reports: list[Answer | Event] = []
 
-    def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
+    def refresh(
+        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+    ) -> bool:
         """Take the reference model from the training weights, or from a saved state."""
         if state and state["reference"]:
             self._reference.load_state_dict(state["reference"], model)
@@ -140,7 +127,7 @@ class InlineController(Controller):
         # The format changes while it is asked where it cannot run a batch.
         self._reports += [Answer(ticket, value), *self._reference.take_events()]
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> list[Answer | Event]:
         """Return what happened since the last call."""
         reports, self._reports = self._reports, []
         return reports

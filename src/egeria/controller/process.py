@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,17 +28,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.inline import (
-    Answer,
-    Controller,
-    EvaluationPlan,
-    InlineController,
-    Report,
-    State,
-    Ticket,
-)
+from egeria.controller.inline import Answer, Controller, EvaluationPlan, InlineController, Ticket
 from egeria.errors import brief
-from egeria.events import Declined
+from egeria.events import Declined, Event
 from egeria.model.batch import Batch
 from egeria.model.hooks import without_watchers
 from egeria.random_state import RandomState
@@ -49,12 +42,7 @@ WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
 # accelerator, with the memory a context takes on it, belongs to the training alone.
-ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 # To the process: in which file lies what it is to do (the descriptor is the same in both), and for
@@ -65,12 +53,10 @@ Message: TypeAlias = tuple[int, Ticket | None]
 class ProcessController(Controller):
     """Makes the evaluations in a child process: training sends and polls, and never waits.
 
-    The batch and the training output of an evaluation are known at the same moment, so that the
-    paper's IQ and TOQ are one queue, and the reference output needs none (ROQ) to wait for its
-    counterpart. The process takes snapshots and evaluations in the order in which they were asked.
-
-    It is started with the first snapshot. Where it cannot be started, dies, hangs or refuses, what
-    it has not answered is lost, and the training process evaluates from its next refresh on.
+    One queue does for the paper's three, since the batch and the training output of an evaluation
+    are known at the same moment. The process is started with the first snapshot. Where it cannot be
+    started, dies, hangs or refuses, what it has not answered is lost, and the training process
+    evaluates from the next refresh on.
 
     Args:
         plan: how to evaluate.
@@ -91,15 +77,12 @@ class ProcessController(Controller):
         self._pipe: Any = None
         self._inline: InlineController | None = None
         self._unanswered: deque[Message] = deque()
-        self._reports: list[Report] = []
+        self._reports: list[Answer | Event] = []
         self._deadline_s = 0.0
 
-    @property
-    def is_apart(self) -> bool:  # type: ignore[override]
-        """Whether evaluations are made in another process."""
-        return self._inline is None
-
-    def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
+    def refresh(
+        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+    ) -> bool:
         """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
         if self._inline is not None:
             return self._inline.refresh(model, batch, state)
@@ -112,14 +95,14 @@ class ProcessController(Controller):
         elif reason := self._send(ticket, (batch, RandomState.current(), training_BB)):
             self._reports.append(Answer(ticket, None, reason))
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> list[Answer | Event]:
         """Return what happened since the last call; a process that fails is given up here."""
         if self._child is not None and (fault := self._receive(self._child)):
             self._give_up(fault)
         reports, self._reports = self._reports, []
         return reports + (self._inline.poll() if self._inline else [])
 
-    def close(self) -> list[Report]:
+    def close(self) -> list[Answer | Event]:
         """End the process and give back the memory; evaluations under way are lost."""
         self._end("the run ended before the controller came to it")
         return self.poll()
@@ -155,10 +138,8 @@ class ProcessController(Controller):
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a fresh interpreter that runs `main`.
 
-        By its own command line and not by `multiprocessing`, which would run the user's script
-        again: a script without `__main__` guard and a notebook need nothing. It has a process group
-        of its own, so that Ctrl-C is for the training alone, and that the system wakes it up if the
-        training ends while it is stopped.
+        `multiprocessing` would run the user's script again. A process group of its own keeps Ctrl-C
+        away from it, and has the system wake it up if the training ends while it is stopped.
         """
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
@@ -261,7 +242,9 @@ def _end_behind(parent: int) -> None:
     os._exit(0)
 
 
-def _answer(controller: InlineController, file: int, ticket: Ticket | None) -> list[Report] | str:
+def _answer(
+    controller: InlineController, file: int, ticket: Ticket | None
+) -> list[Answer | Event] | str:
     """Take over a snapshot or make an evaluation; return what came of it, or why nothing did."""
     try:
         content = unpack(file)
@@ -317,16 +300,13 @@ _SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
 
 
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tuple[str, str, str]:
-    """Choose a kind of controller.
+    """Return the kind of controller, the device of the reference such as 'cuda:1', and why.
 
     Args:
         kind: 'auto', 'process' or 'inline'; what is not 'auto' is taken.
         device: 'auto', 'cpu' or 'cuda': where the reference runs.
         model: the model in training.
         loader: its loader, whose workers need cores too.
-
-    Returns:
-        The kind, 'process' or 'inline'; the device of the reference, such as 'cuda:1'; and why.
     """
     devices = (parameter.device for parameter in model.parameters())
     accelerator = next((str(found) for found in devices if found.type == "cuda"), "")

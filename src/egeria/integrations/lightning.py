@@ -30,7 +30,7 @@ except ImportError:
         raise ImportError(message) from error
 
 if TYPE_CHECKING:
-    from egeria.controller import Controller
+    from egeria.controller.inline import Controller
 
 _DECLINED = {
     "StochasticWeightAveraging": "averages the weights of all layers at a learning rate of its own",

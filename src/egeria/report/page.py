@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -29,8 +30,7 @@ UNLISTED = ("run_started", "interval", "plasticity", "metric", "reading_dropped"
 """Kinds of events that the page draws or sums up instead."""
 WIDTH_INCHES = 8.5
 CAPTIONS = {
-    "Layers frozen": "How many front layer modules were frozen, by the plan and in truth, and what "
-    "share of the parameters and of an iteration's compute (their backward pass) that is.",
+    "Layers frozen": "The front layer modules, and what share of parameters and compute they are.",
     "Loss and metrics": "Mean loss of each interval, and what was logged.",
     "Iteration time": "Median time of an iteration in each interval, without egeria's overhead.",
     "Plasticity": "Readings of the frontmost active module (thin) and their running mean (thick). "
@@ -137,7 +137,7 @@ def _pictures(summary: Summary) -> list[tuple[str, str, str]]:
 def _depth_panels(summary: Summary) -> list[Panel]:
     plan, deepest = summary.last(PlanMade), summary.started.deepest_freeze
     moves = read_plan(plan.plan) if plan is not None else ()
-    if not summary.changes and not moves:
+    if not moves and not any(point.frozen for point in summary.depths):
         return []
     points = [*summary.depths, summary.depths[-1]]
     steps = [*(point.step for point in summary.depths), summary.step]
@@ -172,17 +172,17 @@ def _loss_panels(summary: Summary) -> list[Panel]:
 
 
 def _pace_panels(summary: Summary) -> list[Panel]:
-    panels, ends = [], [summary.first_step, summary.step]
+    if not summary.intervals:
+        return []
     steps = [interval.step for interval in summary.intervals]
-    for name, clock in (("wall", summary.wall), ("cpu", summary.cpu)) if steps else ():
-        times_ms = [1000 * getattr(e, f"iteration_{name}_s") for e in summary.intervals]
-        unfrozen_ms = 1000 * (clock.unfrozen_iteration_s or 0.0)
-        curves = [Curve("iteration", steps, times_ms)]
-        curves.append(Curve("unfrozen", ends, [unfrozen_ms or None] * 2, {"linestyle": "--"}))
-        # A slow first interval must not press all others flat.
-        usual_ms = max(statistics.median(times_ms), unfrozen_ms)
-        panels.append(Panel(f"{name} time, ms", curves, top=2 * usual_ms))
-    return panels
+    times_ms = [1000 * interval.iteration_wall_s for interval in summary.intervals]
+    curves, usual_ms = [Curve("measured", steps, times_ms)], statistics.median(times_ms)
+    if summary.wall.unfrozen_iteration_s is not None:
+        unfrozen_ms = 1000 * summary.wall.unfrozen_iteration_s
+        ends, usual_ms = [summary.first_step, summary.step], max(usual_ms, unfrozen_ms)
+        curves.append(Curve("nothing frozen", ends, [unfrozen_ms] * 2, {"linestyle": "--"}))
+    # A slow first interval must not press all others flat.
+    return [Panel("wall time, ms", curves, top=2 * usual_ms)]
 
 
 def _plasticity_panels(summary: Summary) -> list[Panel]:
@@ -207,6 +207,7 @@ def _draw(panels: list[Panel], summary: Summary) -> str:
         grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
         for panel, axes in zip(panels, grid[:, 0], strict=True):
             _draw_panel(panel, axes, summary)
+        axes.set_xlim(summary.first_step - 0.5, summary.step + 0.5)
         axes.set_xlabel("step")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         buffer = io.BytesIO()
@@ -224,8 +225,10 @@ def _draw_panel(panel: Panel, axes: Any, summary: Summary) -> None:
         axes.set_yscale("log", nonpositive="mask")
     if panel.top is not None:
         axes.set_ylim(0, panel.top)
-    for step, before, after in summary.changes:
-        axes.axvline(step, color="gray", linestyle=":" if after > before else "--")
+    for before, after in itertools.pairwise(summary.depths):
+        axes.axvline(
+            after.step, color="gray", linestyle=":" if after.frozen > before.frozen else "--"
+        )
     if len(panel.curves) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 

@@ -175,9 +175,9 @@ class Summary:
         return tuple(Metric(name, *zip(*points, strict=True)) for name, points in found.items())
 
     @cached_property
-    def changes(self) -> tuple[tuple[int, int, int], ...]:
-        """Step, and frozen modules before and after, of each change of depth."""
-        found, depth = [], 0
+    def depths(self) -> tuple[DepthPoint, ...]:
+        """How deep the run was frozen from when on, one point for each change."""
+        course, depth = {self.first_step: 0}, 0  # by step
         for event in self.events:
             after, is_end = depth, isinstance(event, Declined) and event.what == "freezing"
             if isinstance(event, (events.ModuleFrozen, Resumed)):
@@ -185,20 +185,13 @@ class Summary:
             elif isinstance(event, events.Thawed) or is_end:
                 after = 0
             if after != depth:
-                found.append((event.step, depth, after))
-            depth = after
-        return tuple(found)
-
-    @cached_property
-    def depths(self) -> tuple[DepthPoint, ...]:
-        """How deep the run was frozen from when on, one point for each change."""
-        course = {self.first_step: 0} | {step: after for step, _, after in self.changes}
-        points = sorted(course.items())
-        ends = [*(step for step, _ in points[1:]), self.step]
-        shares, skipped = self._parameter_shares(), self._skipped_shares()
+                depth = course[event.step] = after
+        ends = [*list(course)[1:], self.step]
+        shares = {0: 0.0} | {e.frozen: e.parameter_share for e in self.of(events.ModuleFrozen)}
+        skipped = self._skipped_shares()
         return tuple(
             DepthPoint(step, depth, max(end - step, 0), shares.get(depth), skipped.get(depth))
-            for (step, depth), end in zip(points, ends, strict=True)
+            for (step, depth), end in zip(course.items(), ends, strict=True)
         )
 
     @property
@@ -230,14 +223,6 @@ class Summary:
         if any(share is None for share, _ in points):
             return None
         return ratio(math.fsum(share * n for share, n in points), sum(n for _, n in points))
-
-    def _parameter_shares(self) -> dict[int, float]:
-        """Return the share of the parameters that is frozen at each depth."""
-        sums = list(itertools.accumulate(entry["num_trainable"] for entry in self.started.modules))
-        shares = {depth: part / sums[-1] for depth, part in enumerate(sums, 1)} if any(sums) else {}
-        # The session also counts what belongs to no layer module.
-        measured = {event.frozen: event.parameter_share for event in self.of(events.ModuleFrozen)}
-        return {0: 0.0} | shares | measured
 
     def _skipped_shares(self) -> dict[int, float]:
         """Return the share of an iteration that goes with the backward pass of what is frozen."""

@@ -123,7 +123,7 @@ def verdict(summary: Summary) -> str:
 
 def why_nothing_froze(summary: Summary) -> str:
     """Return what the journal says of it, as a sentence; empty where the run did freeze."""
-    if any(after for _, _, after in summary.changes):
+    if any(point.frozen for point in summary.depths):
         return ""
     if summary.started is UNKNOWN_START:
         return "The journal does not say how the run began: its first lines are missing or damaged."

@@ -304,7 +304,7 @@ def _release(session: Session, recorder: Recorder) -> None:
 if TYPE_CHECKING:  # it takes half a second to import
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from egeria.controller import Controller
+    from egeria.controller.inline import Controller
 
 
 class Packed:

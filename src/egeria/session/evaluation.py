@@ -6,31 +6,17 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from egeria.controller import (
-    Answer,
-    Controller,
-    EvaluationPlan,
-    InlineController,
-    ProcessController,
-    Ticket,
-    choose,
-)
+from egeria import events
+from egeria.controller.inline import Answer, Controller, EvaluationPlan, InlineController, Ticket
+from egeria.controller.process import ProcessController, choose
 from egeria.distributed import fsdp2
-from egeria.distributed.ranks import rank, together
+from egeria.distributed.ranks import rank
 from egeria.errors import brief
-from egeria.events import (
-    ControllerChosen,
-    Declined,
-    IntervalChanged,
-    PlasticityRead,
-    ReadingDropped,
-    ReferenceRefreshed,
-)
 from egeria.model.batch import Batch
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
@@ -42,7 +28,7 @@ from egeria.session.clock import Clock, Seconds
 from egeria.session.training import FreezingEndedError, Training
 
 FAILURES_BEFORE_GIVING_UP = 3
-POLLS_PER_INTERVAL = 4  # a controller process is asked so often for its readings
+POLLS_PER_INTERVAL = 4  # a process may have readings at any time
 NUM_REVIEWED, LARGEST_GROWTH = 3, 8  # evaluations behind which `n` may grow, and how far
 
 
@@ -51,23 +37,12 @@ class Evaluation:
 
     `prepare` keeps the batch of the last step of an interval, `request` hands it to the controller
     with the model's activation for it, `take_finished` returns what has been read. Of several
-    processes only the first has a controller.
-
-    Args:
-        training: what is trained.
-        cut: of its model.
-        clock: of the run.
-        controller: reads.
-        is_given: whether it is the user's, who has no other for a run that is rolled back.
+    processes only the first has a controller that evaluates.
     """
 
-    def __init__(
-        self, training: Training, cut: Cut, clock: Clock, controller: Controller, is_given: bool
-    ) -> None:
+    def __init__(self, training: Training, cut: Cut, clock: Clock, controller: Controller) -> None:
         self.training, self.cut, self.clock, self.controller = training, cut, clock, controller
-        self.recorder, self.is_given, self.leads = training.recorder, is_given, rank() == 0
-        # Whether readings come at any time; the same in all processes, and for good.
-        self._is_apart = together(lambda: controller.is_apart)[0]
+        self.recorder, self.leads = training.recorder, rank() == 0
         self._settings = training.config.plasticity
         self._batch: Batch | None = None
         self._is_armed = self._is_behind = False  # behind: a refresh was due and not possible
@@ -85,11 +60,8 @@ class Evaluation:
     def prepare(self, module: int | None) -> None:
         """Keep the batch of the coming step where that ends the interval.
 
-        Also where no layer module is monitored yet: the first reference is calibrated on it. `due`
-        is the next step at which this is to be called, and readings taken in.
-
-        Args:
-            module: the layer module that the policy wants read.
+        That is also done where `module`, the layer module to read, is None: the first reference is
+        calibrated on it. `due` is the next step at which to call this, and to take in readings.
         """
         clock, last = self.clock, self.clock.ends - 1
         is_needed = module is not None or self._refreshed_at is None
@@ -100,10 +72,9 @@ class Evaluation:
             model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             if self._keeps_outside is None:
                 model.register_forward_hook(Hook(self, Evaluation._look_at_pass))
-        self.due = last if clock.step < last else clock.step + 1
-        if self._is_apart:
-            part = max(1, clock.interval_steps // POLLS_PER_INTERVAL)
-            self.due = min(self.due, clock.step + part - (clock.step - clock.began) % part)
+        part = max(1, clock.interval_steps // POLLS_PER_INTERVAL)
+        poll = clock.step + part - (clock.step - clock.began) % part
+        self.due = min(poll, last if clock.step < last else clock.step + 1)
 
     def disarm(self) -> None:
         """Release the batch."""
@@ -134,18 +105,19 @@ class Evaluation:
                 self._request(ticket, self._batch.first_rows(self._settings.num_samples))
 
     def _request(self, ticket: Ticket, rows: Batch) -> None:
-        begin, model = Seconds.now(), self.training.model
+        begin, model, training_BB = Seconds.now(), self.training.model, None
         name = self.cut.modules[ticket.module].name
-        reason, activation = f"layer module {name} gives no tensor to judge it by", None
+        reason = f"layer module {name} gives no tensor to judge it by"
         try:
             with undisturbed(model):
                 activation = capture(model, ticket.tap, rows.first_rows(None))
+            if activation is not None:
+                training_BB = gram(pool_map(activation, self._settings.largest_map))
         except Exception as error:  # not every first dimension is one of samples
             reason = brief(error)
-        if activation is None:
+        if training_BB is None:
             self._take_in_answer(Answer(ticket, math.nan, reason))
             return
-        training_BB = gram(pool_map(activation, self._settings.largest_map))
         self.controller.submit(ticket, rows, training_BB)
         spent = self._costs[ticket.evaluation] = Seconds.now().since(begin)
         if self.clock.iteration_s > 0:
@@ -165,13 +137,13 @@ class Evaluation:
         found |= self._costs.pop(reading.evaluation, Seconds())._asdict()
         found |= {"step": self.recorder.step, "controller_cpu_s": self._spent()}
         name = self.cut.modules[reading.module].name
-        self.recorder.write(PlasticityRead(name=name, **asdict(reading), **found))
+        self.recorder.write(events.PlasticityRead(name=name, **asdict(reading), **found))
 
     def drop(self, evaluation: int, module: int, reason: str) -> None:
         """Journal an evaluation without a usable reading."""
         self._costs.pop(evaluation, None)
         which = {"step": self.recorder.step, "evaluation": evaluation, "module": module}
-        self.recorder.write(ReadingDropped(**which, reason=reason))
+        self.recorder.write(events.ReadingDropped(**which, reason=reason))
 
     def refresh(self, wants: Wants) -> int:
         """Take over the weights into the reference model, where that is due; release the batch.
@@ -214,15 +186,26 @@ class Evaluation:
             takes = f"an evaluation takes as long as {cost:.2g} iterations"
             reason = f"{takes}; the budget is {share:.1%} of the training time"
             step = self.recorder.step
-            changed = IntervalChanged(step=step, before=before, after=after, reason=reason)
+            changed = events.IntervalChanged(step=step, before=before, after=after, reason=reason)
             self.recorder.write(changed)
         return after
 
     def close(self, *, for_good: bool = True) -> None:
-        """Release everything held; a given controller only where the run ends."""
+        """Release everything held; a controller of the user's only where the run ends.
+
+        What the controller had not handed over, or not finished, is dropped.
+        """
         self.disarm()
-        if for_good or not self.is_given:
-            self._close_controller()
+        if self.controller is self.training.controller and not for_good:
+            return
+        too_late = "the run ended before it was judged"
+        for reading in self._finished:
+            self.drop(reading.evaluation, reading.module, too_late)
+        self._finished = []
+        for report in self.controller.close():
+            if isinstance(report, Answer):
+                self.drop(report.ticket.evaluation, report.ticket.module, report.reason or too_late)
+        self._spent()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to read the same values."""
@@ -262,10 +245,10 @@ class Evaluation:
         for report in self.controller.poll():
             if isinstance(report, Answer):
                 self._take_in_answer(report)
-            elif isinstance(report, Declined):
+            elif isinstance(report, events.Declined):
                 self.recorder.decline(report.what, report.reason)
                 self._refreshed_at = None  # with what has been given up the reference is gone
-            elif isinstance(report, ReferenceRefreshed):
+            elif isinstance(report, events.ReferenceRefreshed):
                 found: dict[str, Any] = self._refresh_cost._asdict()
                 found |= {"step": self.recorder.step, "evaluation": self._refreshed_at or 0}
                 self.recorder.write(replace(report, controller_cpu_s=self._spent(), **found))
@@ -295,17 +278,6 @@ class Evaluation:
         self.clock.controller_cpu_s += spent_s
         return spent_s
 
-    def _close_controller(self) -> None:
-        """End the controller; what it had not handed over, or not finished, is dropped."""
-        too_late = "the run ended before it was judged"
-        for reading in self._finished:
-            self.drop(reading.evaluation, reading.module, too_late)
-        self._finished = []
-        for report in self.controller.close():
-            if isinstance(report, Answer):
-                self.drop(report.ticket.evaluation, report.ticket.module, report.reason or too_late)
-        self._spent()
-
 
 def make_evaluation(training: Training, cut: Cut, clock: Clock) -> Evaluation:
     """Return what reads plasticity in a run; all processes of a job call it.
@@ -313,29 +285,28 @@ def make_evaluation(training: Training, cut: Cut, clock: Clock) -> Evaluation:
     Raises:
         FreezingEndedError: the plasticity of this model cannot be read.
     """
-    config, given = training.config, training.controller
-    is_given = not isinstance(given, str | None)
     if reason := plasticity_refusal(training.model):
         raise FreezingEndedError(reason)
-    if rank() > 0:
-        return Evaluation(training, cut, clock, Controller(), is_given)
-    if is_given:
-        controller, kind, reason = given, type(given).__name__, "given to attach"
-    else:
-        wanted, device = config.controller.kind, config.reference.device
-        kind, device, reason = choose(wanted, device, training.model, training.loader)
-        plan = EvaluationPlan(
-            taps=tuple(module.tap for module in cut.modules[:-1]),
-            largest_map=config.plasticity.largest_map,
-            precision=config.reference.precision,
-            device=device,
-        )
+    controller = _make_controller(training, cut) if rank() == 0 else Controller()
+    return Evaluation(training, cut, clock, controller)
+
+
+def _make_controller(training: Training, cut: Cut) -> Controller:
+    """Return the user's controller, or one of the kind that suits, and journal which."""
+    config, given = training.config, training.controller
+    kind, reason, controller = type(given).__name__, "given to attach", cast(Controller, given)
+    if isinstance(given, str | None):
+        own, device = config.controller, config.reference.device
+        kind, device, reason = choose(own.kind, device, training.model, training.loader)
+        taps = tuple(module.tap for module in cut.modules[:-1])
+        largest_map, precision = config.plasticity.largest_map, config.reference.precision
+        plan = EvaluationPlan(taps, largest_map, precision, device)
         controller = InlineController(plan)
         if kind == "process":
-            own = config.controller
             controller = ProcessController(plan, own.timeout_s, own.load_limit)
-    training.recorder.write(ControllerChosen(step=clock.step, controller=kind, reason=reason))
-    return Evaluation(training, cut, clock, controller, is_given)
+    step = training.recorder.step
+    training.recorder.write(events.ControllerChosen(step=step, controller=kind, reason=reason))
+    return controller
 
 
 def plasticity_refusal(model: nn.Module) -> str:
