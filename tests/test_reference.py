@@ -15,7 +15,6 @@ from examples.resnet import cifar_resnet
 from torch import nn
 
 import egeria
-from egeria.errors import ReferenceModelError
 from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import make_modules
 from egeria.model.undisturbed import capture, undisturbed
@@ -156,12 +155,10 @@ def test_a_format_that_is_too_coarse_gives_way_for_good():
     assert reference.precision == "fp32"
 
 
-def test_it_is_refreshed_before_it_is_asked():
+def test_a_batch_that_cannot_be_run_leaves_float32():
     model, batch = residual()
     reference = Reference(taps_of(model), precision="int8")
     assert reference.precision == "" and reference.state_dict() == {}
-    with pytest.raises(ReferenceModelError, match="Call `refresh` first"):
-        reference.activation("layer1.0", batch)
     reference.refresh(model, batch_of(torch.zeros(2, 5)))  # which the model cannot run
     (event,) = reference.take_events()
     assert event.after == "fp32" and "int8 is not used" in event.reason

@@ -7,7 +7,6 @@ import gc
 import itertools
 import logging
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,16 +34,16 @@ from egeria.model.hooks import copies_of_computed
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
-from egeria.report.text import duration, mebibytes, percent
+from egeria.report.text import mebibytes, percent
 from egeria.session import Run, attach
 from egeria.session.checks import read_config, unwrap_loader
+from egeria.session.clock import Seconds
 from egeria.session.training import facts_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NUM_BATCHES = 8  # different batches that the iterations use
 SETTLING, TIMED = 1, 3  # iterations at each depth in a round: behind its change, and the timed ones
 MOST_DEPTHS = 8  # that are measured; of a model with more the others lie between these
-SLOW_READING = 0.2  # of an iteration; a batch that takes longer to read gets a note
 LEAST_SAVING = 0.03  # of the training time, for a plan to be worth a try
 
 
@@ -89,17 +88,14 @@ class Advice:
         check("plan", plan, wrong_plan)
         plan = resolve(plan, [(name,) for name in self.modules], None)
         if any(move.is_step for move in read_plan(plan)):
-            raise ConfigError(
-                f'plan takes shares of the training such as "0.5:2", found {plan!r}. Divide by all.'
-            )
+            raise ConfigError(f'plan takes shares such as "0.5:2", found {plan!r}. Divide by all.')
         return Plan.parse(plan, self.modules, total_steps=1)
 
     def _saving(self, plan: Plan, costs: Sequence[DepthCost]) -> float:
         depths = [cost.depth for cost in costs]  # of others the time is interpolated
         times_s = [cost.iteration_s for cost in costs]
-        each_s = np.interp(range(len(self.modules)), depths, times_s)
-        shares = -np.diff(each_s) / (times_s[0] + self.reading_s)
-        return float(plan.skipped_share(list(shares)))
+        saved_s = -np.diff(np.interp(range(len(self.modules)), depths, times_s))
+        return float(plan.skipped_share(list(saved_s / (times_s[0] + self.reading_s))))
 
     @property
     def is_worth_it(self) -> bool:
@@ -125,7 +121,6 @@ class Advice:
         return {**asdict(self), **found, "plan_saving": self.saving(self.plan)}
 
     def __repr__(self) -> str:
-        """Return the table, the verdict and the notes as text."""
         head = ("frozen", "up to", "of the steps", "iteration", "saved", "CPU", "peak memory")
         rows = [head, *map(self._row, self.costs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -133,9 +128,6 @@ class Advice:
         lines += ["", self.verdict]
         if self.costs[-1].depth and not self.plan:
             lines.append("By default nothing is frozen here: give attach a plan, such as this one.")
-        if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
-            reading = f"Reading a batch takes {duration(self.reading_s)}"
-            lines.append(f"{reading} with any plan. Workers of the loader would hide it.")
         return "\n".join([*lines, *(f"Obstacle: {obstacle}" for obstacle in self.obstacles)])
 
     def _row(self, cost: DepthCost) -> tuple[str, ...]:
@@ -202,16 +194,10 @@ def plan(
     total_steps: int | None,
     config: Config | Mapping[str, Any] | str | Path | None = None,
 ) -> Plan | None:
-    """Return the plan that `attach` would follow; no iteration is made.
+    """Return the plan that `attach` would follow, None under a policy without one.
 
-    Layer modules are taken in the order of definition; a run takes them in the order in which they
-    ran. None under a policy without a plan.
-
-    Args:
-        model: as the loop trains it, with its weights loaded.
-        optimizer: the optimizer, or all of them.
-        total_steps: optimizer steps of the whole training.
-        config: the settings of the run.
+    The arguments are those of `attach`; the model has its weights loaded. Its layer modules are in
+    the order of definition here, and in a run in the order in which they ran.
 
     Raises:
         ConfigError: an argument is outside its contract.
@@ -264,7 +250,6 @@ class _Training:
     held_bytes: int
 
     def measure(self, settings: Config, rounds: int, reading_s: float) -> Advice:
-        """Return what the iterations say."""
         found: dict[int, list[DepthCost]] = {}
         with tempfile.TemporaryDirectory() as folder:
             follow = partial(attach, self.model, self.optimizers, config=settings, directory=folder)
@@ -302,13 +287,13 @@ class _Training:
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.synchronize(device)
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        began = Seconds.now()
         for place in range(first, last):
             run.step(self._iterate(place))
         loss = self._iterate(last)
         for device in devices:
             torch.cuda.synchronize(device)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        wall_s, cpu_s = Seconds.now().since(began)
         peak_bytes = sum(map(torch.cuda.max_memory_allocated, devices)) - self.held_bytes
         run.step(loss)  # the depth changes here
         return DepthCost(depth, wall_s / TIMED, cpu_s / TIMED, peak_bytes if devices else None)
@@ -316,9 +301,8 @@ class _Training:
     def _iterate(self, place: int) -> Tensor:
         """Make one iteration as a loop would, on a copy of a batch, and return its loss."""
         batch = copy.deepcopy(self.batches[place % len(self.batches)])
-        contract = "An iteration of the copy must run as in the loop"
         next_step = "Pass loss=..., which does what the loop does before loss.backward()."
-        with _explained(contract, next_step):
+        with _explained("An iteration of the copy must run as in the loop", next_step):
             loss = self.loss(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             for optimizer in self.optimizers:
@@ -335,16 +319,15 @@ def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
     gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *held)}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     logger = logging.getLogger("egeria")
-    level = logger.level
     try:
         for parameter in gradients:
             parameter.grad = None
         with warnings.catch_warnings():  # those about the copy are not for the user
             warnings.simplefilter("ignore")
-            logger.setLevel(logging.CRITICAL)
+            logger.disabled = True
             yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = False
         is_changed = any(parameter.grad is not None for parameter in gradients)
         for buffer, values in buffers if is_changed else ():
             buffer.data.copy_(values)
@@ -397,9 +380,9 @@ def _read(loader: Any) -> tuple[list[Any], float]:
         if isinstance(loader, Iterator):
             raise TypeError(f"a {type(loader).__name__}, which reading would use up")
         try:
-            began = time.perf_counter()
+            began = Seconds.now()
             batches = list(itertools.islice(loader, NUM_BATCHES))
-            reading_s = (time.perf_counter() - began) / max(1, len(batches))
+            reading_s = Seconds.now().since(began).wall_s / max(1, len(batches))
         finally:
             for generator, state in states:
                 generator.set_state(state)

@@ -30,9 +30,7 @@ from egeria.config.checks import check, wrong_plan
 from egeria.controller.process import choose
 from egeria.errors import ConfigError, EgeriaError, brief
 from egeria.model.cut import LayerModule, make_modules
-from egeria.model.group import find_pieces
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
-from egeria.model.watch import Watch
 from egeria.report.text import percent
 
 ABOUT = "Train faster by freezing layers once they have converged."
@@ -63,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
     verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
     verb.set_defaults(run=_modules)
-    verb.add_argument("model", help="package.module:callable: the model, or (model, arguments)")
+    verb.add_argument("model", help="package.module:callable that returns the model")
     verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes one")
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
     verb.set_defaults(run=_report)
@@ -114,19 +112,14 @@ def _arguments(path: str) -> dict[str, Any]:
 
 def _modules(arguments: argparse.Namespace, console: Console) -> int:
     """Build the model, cut it, print the layer modules."""
-    made = _call_named(arguments.model, "model", "a model")
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model = _call_named(arguments.model, "model", "a model")
     if not isinstance(model, nn.Module):
         what, found = f"{arguments.model} must return a torch.nn.Module", type(model).__name__
-        raise ConfigError(f"{what}, or (model, example), found {found}. Return one of these.")
+        raise ConfigError(f"{what}, found {found}. Return the model.")
     settings = asdict(ModulesConfig(pattern=arguments.pattern))
     settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
-    watch, order = None, "In definition order; a run takes the order of its first step."
-    if example is not None:
-        watch, order = Watch(model, find_pieces(model, arguments.pattern)), "In execution order."
-        _forward(arguments.model, model, example, watch)
-    console.print(_cut_table(model, make_modules(model, watch=watch, **settings)))
-    console.print(order)
+    console.print(_cut_table(model, make_modules(model, **settings)))
+    console.print("In definition order; a run takes the order of its first step.")
     return 0
 
 
@@ -141,19 +134,6 @@ def _call_named(path: str, what: str, returns: str) -> Any:
     except Exception as error:
         what = f"{path} must be a callable without required arguments that returns {returns}"
         raise ConfigError(f"{what}; {brief(error)}. Write a function that builds it.") from error
-
-
-def _forward(path: str, model: nn.Module, example: Any, watch: Watch) -> None:
-    named = example if isinstance(example, Mapping) else {}
-    positional = example if isinstance(example, (tuple, list)) else (example,)
-    watch.open()
-    try:
-        model(*(() if named else positional), **named)
-    except Exception as error:
-        what = f"The model of {path} must take its example arguments"
-        raise ConfigError(f"{what}; {brief(error)}. Return those that it accepts.") from error
-    finally:
-        watch.close()
 
 
 def _cut_table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:

@@ -74,19 +74,11 @@ class Reference:
         if self._device.type != "cpu":
             names = [name.replace("int8", "bf16") for name in names]
         self._names = list(dict.fromkeys(names))  # to choose from; from the first refresh on one
+        # The format in use, such as 'int8', and how it was made; '' before the first refresh.
+        self.precision = self.builder = ""
         self._snapshot: nn.Module | None = None
         self._format: Format | None = None
         self._events: list[RungTaken] = []
-
-    @property
-    def precision(self) -> str:
-        """The format in use: 'int8', 'bf16' or 'fp32'; '' before the first refresh."""
-        return "" if self._format is None else self._format.name
-
-    @property
-    def builder(self) -> str:
-        """How it was made, for the journal."""
-        return "" if self._format is None else self._format.builder
 
     def take_events(self) -> list[RungTaken]:
         """Return the changes of format since the last call."""
@@ -122,15 +114,8 @@ class Reference:
         self._take(best, f"the setting is {best.name!r}" if is_given else "; ".join(reasons))
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the output [B, ...] of submodule `tap` in float32, None if it gives no tensor.
-
-        Raises:
-            ReferenceModelError: there was no refresh yet.
-        """
-        if self._format is None:
-            raise ReferenceModelError(
-                "A reference is refreshed before it is asked, found none. Call `refresh` first."
-            )
+        """Return the output [B, ...] of submodule `tap` in float32, None if it gives no tensor."""
+        assert self._format is not None, "a reference is refreshed before it is asked"
         batch = self._here(batch)
         try:
             return self._format.read([tap], batch).get(tap)
@@ -152,15 +137,15 @@ class Reference:
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Continue from the state of a refreshed reference; activations are the same to the bit."""
-        self._snapshot, name = take_snapshot(model, self._device), state["precision"]
+        self._snapshot, self.precision = take_snapshot(model, self._device), state["precision"]
         with torch.no_grad():
             for tensor, saved in zip(_tensors_of(self._snapshot), state["tensors"], strict=True):
                 tensor.copy_(saved)
         try:
-            self._format = self._build(name, ranges=state["ranges"])
-            self._names = [name]
+            self._take(self._build(self.precision, ranges=state["ranges"]))
         except Exception as error:  # another machine, or another torch
-            self._take(self._build("fp32"), f"{name} cannot go on here: {brief(error)}")
+            reason = f"{self.precision} cannot go on here: {brief(error)}"
+            self._take(self._build("fp32"), reason)
 
     def _try(
         self, name: str, batch: Batch, plasticity: Mapping[str, float]
@@ -192,9 +177,10 @@ class Reference:
         assert self._snapshot is not None
         return build(name, self._snapshot, self._taps, batch, ranges or {})
 
-    def _take(self, made: Format, reason: str) -> None:
+    def _take(self, made: Format, reason: str = "") -> None:
         """Take a format for good."""
         before, self._format, self._names = self.precision, made, [made.name]
+        self.precision, self.builder = made.name, made.builder
         if made.name != before:
             self._events.append(RungTaken(step=0, before=before, after=made.name, reason=reason))
 

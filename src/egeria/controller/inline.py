@@ -45,7 +45,7 @@ class Controller:
     def refresh(
         self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
     ) -> bool:
-        """Bring the reference model up to date, and return whether there is one from here on.
+        """Bring the reference model up to date; return whether that is done, or will be.
 
         Args:
             model: the model in training, with all of its weights.

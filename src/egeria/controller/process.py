@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import cloudpickle
 import psutil
@@ -43,11 +43,6 @@ WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
 # accelerator, with the memory a context takes on it, belongs to the training alone.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-# To the process: in which file lies what it is to do (the descriptor is the same in both), and for
-# which evaluation; None for a snapshot of the model.
-Message: TypeAlias = tuple[int, Ticket | None]
 
 
 class ProcessController(Controller):
@@ -76,7 +71,8 @@ class ProcessController(Controller):
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
         self._inline: InlineController | None = None
-        self._unanswered: deque[Message] = deque()
+        # The file, and the evaluation that it is about; None for a snapshot.
+        self._unanswered: deque[tuple[int, Ticket | None]] = deque()
         self._reports: list[Answer | Event] = []
         self._deadline_s = 0.0
 
@@ -104,7 +100,7 @@ class ProcessController(Controller):
 
     def close(self) -> list[Answer | Event]:
         """End the process and give back the memory; evaluations under way are lost."""
-        self._end("the run ended before the controller came to it")
+        self._end("the run ended before the controller process came to it, which starts in seconds")
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,12 +25,11 @@ from egeria.report import text
 from egeria.report.summary import Clock, Pace, Summary, ratio
 from egeria.report.text import duration, mebibytes, number, percent
 
-MAX_EVENTS = 200
+# Kinds of events that the page draws or sums up instead.
 UNLISTED = ("run_started", "interval", "plasticity", "metric", "reading_dropped", "reference")
-"""Kinds of events that the page draws or sums up instead."""
-WIDTH_INCHES = 8.5
+WIDTH_INCHES, HEIGHT_INCHES = 8.5, 1.8  # of a panel
 CAPTIONS = {
-    "Layers frozen": "The front layer modules, and what share of parameters and compute they are.",
+    "Layers frozen": "How many front layer modules were frozen, and were to be by the plan.",
     "Loss and metrics": "Mean loss of each interval, and what was logged.",
     "Iteration time": "Median time of an iteration in each interval, without egeria's overhead.",
     "Plasticity": "Readings of the frontmost active module (thin) and their running mean (thick). "
@@ -48,7 +47,6 @@ def render_page(summary: Summary) -> str:
     """Return the HTML of the report."""
     started, loader = summary.started, PackageLoader("egeria.report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
-    listed = [event for event in summary.events if event.kind not in UNLISTED]
     limits = {"total_steps": summary.total_steps, "unfreezing rule": started.rule}
     return environment.get_template("page.html.jinja").render(
         summary=summary,
@@ -59,8 +57,7 @@ def render_page(summary: Summary) -> str:
         pictures=_pictures(summary),
         clocks=[_clock("wall", summary.wall), _clock("CPU", summary.cpu)],
         paces=[_pace(pace, summary) for pace in summary.paces],
-        events=[_event(event) for event in listed[:MAX_EVENTS]],
-        num_unlisted=max(0, len(listed) - MAX_EVENTS),
+        events=[_event(event) for event in summary.events if event.kind not in UNLISTED],
         modules=_modules(summary),
         settings={"run": limits, **started.config, "environment": started.environment},
     )
@@ -124,7 +121,6 @@ class Panel:
     curves: list[Curve]
     top: float | None = None  # end of the y axis, which then begins at 0
     is_log: bool = False
-    height_inches: float = 1.7
 
 
 def _pictures(summary: Summary) -> list[tuple[str, str, str]]:
@@ -148,14 +144,7 @@ def _depth_panels(summary: Summary) -> list[Panel]:
         planned = [0, *(min(move.depth, deepest) for move in moves)]
         style = {**_STAIRS, "linestyle": "--"}
         depths.append(Curve("planned", times, [*planned, planned[-1]], style))
-    shares = [
-        Curve("parameters", steps, [point.parameter_share for point in points], _STAIRS),
-        Curve("compute", steps, [point.skipped_share for point in points], _STAIRS),
-    ]
-    return [
-        Panel("layer modules", depths, top=1.1 * len(summary.modules)),
-        Panel("share frozen or skipped", shares, top=1, height_inches=1.2),
-    ]
+    return [Panel("layer modules", depths, top=1.1 * len(summary.modules))]
 
 
 def _loss_panels(summary: Summary) -> list[Panel]:
@@ -167,8 +156,8 @@ def _loss_panels(summary: Summary) -> list[Panel]:
         steps, rates = [e.step for e in intervals], [e.learning_rate for e in intervals]
         losses.insert(0, Curve("training loss", steps, [e.loss for e in intervals]))
         others.append(Curve("learning rate", steps, rates, _STAIRS))
-    panels = [Panel("loss", losses, height_inches=2.2)] if losses else []
-    return panels + [Panel(curve.label, [curve], height_inches=1.2) for curve in others]
+    panels = [Panel("loss", losses)] if losses else []
+    return panels + [Panel(curve.label, [curve]) for curve in others]
 
 
 def _pace_panels(summary: Summary) -> list[Panel]:
@@ -196,15 +185,15 @@ def _plasticity_panels(summary: Summary) -> list[Panel]:
         thin = {**style, "linewidth": 0.8, "alpha": 0.5}
         curves.append(Curve("", steps, [each.value for each in found], thin))
         curves.append(Curve(f"{module} {name}", steps, [each.smoothed for each in found], style))
-    return [Panel("plasticity", curves, is_log=True, height_inches=2.8)] if curves else []
+    return [Panel("plasticity", curves, is_log=True)] if curves else []
 
 
 def _draw(panels: list[Panel], summary: Summary) -> str:
     """Draw panels that share their x axis, top to bottom; return the SVG as a URL."""
-    heights = [panel.height_inches for panel in panels]
+    size = WIDTH_INCHES, HEIGHT_INCHES * len(panels)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.3), layout="constrained")
-        grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(len(panels), sharex=True, squeeze=False)
         for panel, axes in zip(panels, grid[:, 0], strict=True):
             _draw_panel(panel, axes, summary)
         axes.set_xlim(summary.first_step - 0.5, summary.step + 0.5)

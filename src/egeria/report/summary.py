@@ -81,18 +81,18 @@ class Metric:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where a run stands or ended; shares are between 0 and 1, and what is not known is None.
-
-    `stage` is 'bootstrapping' or 'knowledge-guided'.
-    """
+    """Where a run stands or ended; shares are between 0 and 1, and what is not known is None."""
 
     directory: Path
-    processes: list[list[Event]]  # those that count, oldest first, by the process that wrote them
+    events: tuple[Event, ...]  # those that count, oldest first
+    processes: list[list[Event]]  # the same by the process that wrote them
     started: RunStarted
+    modules: tuple[str, ...]  # names of the layer modules, front to back; empty without a cut
+    total_steps: int | None  # optimizer steps of the whole run, as `attach` was given them
     step: int  # optimizer steps done, those before the journal's first step included
     first_step: int  # where the journal begins: 0, or where a run went on in a new directory
     closed: bool  # False while it goes on, or after a crash
-    stage: str
+    stage: str  # 'bootstrapping' or 'knowledge-guided'
     num_resumed: int
     num_earlier_runs: int  # in the same directory; they are left out
     num_damaged: int  # lines of the journal that could not be read
@@ -113,15 +113,18 @@ class Summary:
         same directory. `step` and `started` are known of a run that goes on.
         """
         processes, num_earlier_runs = _course(found)
-        kept = list(itertools.chain(*processes))
+        kept = tuple(itertools.chain(*processes))
         started = next((e for e in reversed(kept) if isinstance(e, RunStarted)), started)
         begin = next((e for e in kept if isinstance(e, (Resumed, IntervalMeasured))), None)
         stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
         stages += [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
         return cls(
             directory=directory or Path(),
+            events=kept,
             processes=processes,
             started=started,
+            modules=tuple(module["name"] for module in started.modules),
+            total_steps=started.total_steps,
             step=max([step, *(event.step for event in kept)]),
             first_step=begin.step if isinstance(begin, Resumed) else 0,
             closed=any(isinstance(event, RunClosed) for event in (processes or [[]])[-1]),
@@ -130,11 +133,6 @@ class Summary:
             num_earlier_runs=num_earlier_runs,
             num_damaged=num_damaged,
         )
-
-    @cached_property
-    def events(self) -> tuple[Event, ...]:
-        """The events that count, oldest first."""
-        return tuple(itertools.chain(*self.processes))
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind."""
@@ -154,16 +152,6 @@ class Summary:
         """What was trained on what; the name of the directory where the journal does not say."""
         model, data = (self.started.environment.get(name) for name in ("model", "data"))
         return f"{model} on {data}" if model and data else str(model or self.name)
-
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, as `attach` was given them."""
-        return self.started.total_steps
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the layer modules, front to back; empty where the model is not cut."""
-        return tuple(entry["name"] for entry in self.started.modules)
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:

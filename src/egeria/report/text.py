@@ -10,17 +10,13 @@ from egeria.policy import BOOTSTRAPPING
 from egeria.report.summary import FEW_STEPS, UNKNOWN_START, Clock, Summary, ratio
 
 MAX_METRICS = 4
-SHORT_SHARE = 0.75
-"""Share of `total_steps` that a run must have had, or the report asks whether they were right."""
-EARLY_SHARE = 0.1
-"""Share of the run at its beginning in which iterations are slow: memory and kernels are found."""
+SHORT_SHARE = 0.75  # of `total_steps`; of a shorter run the report asks whether they were right
+EARLY_SHARE = 0.1  # of the run, in which iterations are slow: memory and kernels are found
 UNKNOWN = "\N{EN DASH}"
 _MINUS = "\N{MINUS SIGN}"
 _SPACE = "\N{NO-BREAK SPACE}"
+# Limit in seconds, factor and name of each unit of time.
 _UNITS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
-"""Limit in seconds, factor and name of each unit of time."""
-
-# --- numbers -------------------------------------------------------------------------------------
 
 
 def percent(share: float | None, *, signed: bool = False) -> str:
@@ -34,11 +30,10 @@ def duration(seconds: float | None) -> str:
     """Write seconds in the unit that reads best."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
-    size, sign = abs(seconds), _MINUS if seconds < 0 else ""
-    for limit, factor, unit in _UNITS if size else ():
-        if size < limit:
-            return f"{sign}{size * factor:.3g}{_SPACE}{unit}"
-    return f"{sign}{size / 3600:,.1f}{_SPACE}h" if size else f"0{_SPACE}s"
+    for limit, factor, unit in _UNITS:
+        if abs(seconds) < limit:
+            return f"{seconds * factor:.3g}{_SPACE}{unit}".replace("-", _MINUS)
+    return f"{seconds / 3600:,.1f}{_SPACE}h".replace("-", _MINUS)
 
 
 def number(value: float | None) -> str:
@@ -61,9 +56,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in text.replace(_SPACE, " "))
 
 
-# --- sentences -----------------------------------------------------------------------------------
-
-
 def progress(summary: Summary) -> str:
     """Return how far the run came."""
     total = summary.total_steps
@@ -74,6 +66,7 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
     """Return the numbers that come first, each under its name."""
     frozen = f"{summary.frozen}{f' of {len(summary.modules)} modules' if summary.modules else ''}"
     share, mean = percent(summary.parameter_share), percent(summary.mean_parameter_share)
+    mean += f" of parameters frozen, {percent(summary.skipped_share)} of compute skipped"
     rows = [
         ("progress", progress(summary)),
         ("time saved, wall", _saved(summary.wall)),
@@ -83,10 +76,7 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
             f"frozen {'at the end' if summary.closed else 'now'}",
             f"{frozen} ({share} of parameters)",
         ),
-        (
-            "mean over the run",
-            f"{mean} of parameters frozen, {percent(summary.skipped_share)} of compute skipped",
-        ),
+        ("mean over the run", mean),
     ]
     most = {pace.frozen: pace.memory_bytes for pace in summary.paces if pace.memory_bytes}
     if len(most) > 1:
@@ -164,33 +154,21 @@ def cautions(summary: Summary) -> list[str]:
 def _doubts(summary: Summary) -> list[tuple[object, str]]:
     """Return what may be wrong with the numbers, each with whether it is."""
     step, total = summary.step, summary.total_steps or 0
+    is_short = summary.closed and step < SHORT_SHARE * total
     is_estimate = summary.time_saved_s is not None and not why_nothing_froze(summary)
+    is_rough = is_estimate and summary.num_unfrozen < FEW_STEPS
     last_unfrozen = max((e.step for e in summary.intervals if not e.frozen), default=0)
-    first_step, earlier = f"{summary.first_step:,}", plural(summary.num_earlier_runs, "earlier run")
+    is_early = is_estimate and last_unfrozen <= EARLY_SHARE * (total or step)
+    ended = f"The run ended after {step:,} of the {total:,} steps of total_steps"
+    begins, earlier = f"{summary.first_step:,}", plural(summary.num_earlier_runs, "earlier run")
     damaged, unfrozen = plural(summary.num_damaged, "line"), plural(summary.num_unfrozen, "step")
     return [
-        (
-            summary.closed and step < SHORT_SHARE * total,
-            f"The run ended after {step:,} of the {total:,} steps of total_steps. Unless it was "
-            "stopped early: total_steps counts steps of the optimizer, not batches.",
-        ),
+        (is_short, f"{ended}, which counts steps of the optimizer and not batches."),
         (not summary.closed, f"The run was not closed: the numbers stand as of step {step:,}."),
-        (
-            summary.first_step,
-            f"The journal begins at step {first_step}, where the run was resumed; what came before "
-            "stands in another directory and is not counted.",
-        ),
+        (summary.first_step, f"The journal begins at step {begins}; another has what came before."),
         (summary.num_resumed, f"The run was resumed {plural(summary.num_resumed, 'time')}."),
         (summary.num_earlier_runs, f"The directory also holds {earlier}, left out here."),
         (summary.num_damaged, f"{damaged} of the journal could not be read."),
-        (
-            is_estimate and summary.num_unfrozen < FEW_STEPS,
-            f"Only {unfrozen} ran with nothing frozen: what they would have taken is computed from "
-            "the sizes of the layer modules, so that the time saved is a rough estimate.",
-        ),
-        (
-            is_estimate and last_unfrozen <= EARLY_SHARE * (total or step),
-            "The time saved is probably a little less: nothing was frozen only in the first "
-            f"{EARLY_SHARE:.0%} of the run, and the first iterations are the slow ones.",
-        ),
+        (is_rough, f"Only {unfrozen} ran unfrozen: what they take is computed from module sizes."),
+        (is_early, "A little less was saved: only the first steps, the slow ones, ran unfrozen."),
     ]

@@ -45,7 +45,7 @@ class Evaluation:
         self.recorder, self.leads = training.recorder, rank() == 0
         self._settings = training.config.plasticity
         self._batch: Batch | None = None
-        self._is_armed = self._is_behind = False  # behind: a refresh was due and not possible
+        self._is_armed = False
         self._refreshed_at: int | None = None  # the evaluation; None where there is no reference
         self._num_failures, self._cpu_s, self.due = 0, 0.0, 0  # failures: in a row
         self._living: set[int] | None = None
@@ -146,22 +146,16 @@ class Evaluation:
         self.recorder.write(events.ReadingDropped(**which, reason=reason))
 
     def refresh(self, wants: Wants) -> int:
-        """Take over the weights into the reference model, where that is due; release the batch.
-
-        Returns:
-            The steps of an interval that keep evaluations within their budget.
-        """
-        is_due = wants.refresh or self._is_behind or self._refreshed_at is None
-        if is_due and wants.plasticity_of is not None:
-            self._refresh()
+        """Refresh the reference model where that is due; return the steps of an interval."""
+        is_due = wants.refresh or self._refreshed_at is None
+        if is_due and wants.plasticity_of is not None and self._batch is not None:
+            self._refresh(self._batch.first_rows(self._settings.num_samples))
         self.disarm()
         return self._fitting_steps(wants.interval_steps or self.clock.interval_steps)
 
-    def _refresh(self) -> None:
+    def _refresh(self, rows: Batch) -> None:
         begin, is_first = Seconds.now(), self._refreshed_at is None
-        rows = self._batch and self._batch.first_rows(self._settings.num_samples)
-        self._is_behind = not (rows and self.controller.refresh(self.training.model, rows))
-        if self._is_behind:
+        if not self.controller.refresh(self.training.model, rows):
             return
         self._refreshed_at = self.clock.evaluation
         self._refresh_cost = Seconds.now().since(begin)
@@ -191,10 +185,7 @@ class Evaluation:
         return after
 
     def close(self, *, for_good: bool = True) -> None:
-        """Release everything held; a controller of the user's only where the run ends.
-
-        What the controller had not handed over, or not finished, is dropped.
-        """
+        """Release everything held, a controller of the user's only for good; drop what is late."""
         self.disarm()
         if self.controller is self.training.controller and not for_good:
             return
@@ -209,17 +200,10 @@ class Evaluation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to read the same values."""
-        return {
-            "refreshed_at": self._refreshed_at,
-            "iterations": list(self._iterations),
-            "refresh_iterations": self._refresh_iterations,
-            "controller": self.controller.state_dict(),
-        }
+        return {"refreshed_at": self._refreshed_at, "controller": self.controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        self._iterations = list(state["iterations"])
-        self._refresh_iterations = state["refresh_iterations"]
         goes_on = self.controller.refresh(self.training.model, None, state["controller"])
         self._refreshed_at = state["refreshed_at"] if goes_on else None
 
@@ -315,9 +299,7 @@ def plasticity_refusal(model: nn.Module) -> str:
         return fsdp2.NO_PLASTICITY
     for name, entry in model.named_parameters():
         if type(entry) is not nn.Parameter:
-            return (
-                f"{name} has weights of a class of their own ({type(entry).__name__}), which a "
-                "pass in inference mode may repack for good. Give a plan instead of the policy "
-                "'egeria'"
-            )
+            what = f"{name} has weights of a class of their own ({type(entry).__name__})"
+            why = "which a pass in inference mode may repack for good"
+            return f"{what}, {why}. Give a plan instead of the policy 'egeria'"
     return ""
