@@ -33,6 +33,7 @@ from benchmarks.micro.interleaved import compare
 from benchmarks.proving.comparing import archive
 from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running.recipe import commit
+from egeria import reference as formats
 from egeria.model.batch import Batch
 from egeria.reference import Reference
 
@@ -133,7 +134,8 @@ def judge_formats(
     exact = accuracy(lambda inputs: model(*inputs.args))
     found: dict[str, dict[str, float | str]] = {}
     for kind in FORMATS:
-        reference = Reference([HEAD], precision=kind, fidelity_share=math.inf)
+        formats.FIDELITY_SHARE = math.inf  # whatever its error
+        reference = Reference([HEAD], precision=kind)
         reference.refresh(model, batch(training, 0, 32))
         gap = exact - accuracy(lambda inputs, reference=reference: reference.activation(HEAD, inputs))
         found[kind] = {

@@ -114,7 +114,8 @@ def _shifted(self, x):
 
 @pytest.mark.parametrize("how", ["forward", "hook", "weight norm"])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Linear])
-def test_layers_that_do_more_than_their_class_says(kind, how):
+def test_layers_that_do_more_than_their_class_says(kind, how, monkeypatch):
+    monkeypatch.setattr("egeria.reference.FIDELITY_SHARE", 1.0)
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(3))), batch_of(images())
     if kind is nn.Linear:
@@ -125,7 +126,7 @@ def test_layers_that_do_more_than_their_class_says(kind, how):
         model[1].register_forward_pre_hook(lambda _module, args: (args[0] + 5,))
     else:
         nn.utils.parametrizations.weight_norm(model[1])
-    reference = built(model, batch, "int8", ["0", "1", "2"], fidelity_share=1.0)
+    reference = built(model, batch, "int8", ["0", "1", "2"])
     for tap in ("0", "1", "2"):
         assert error(reference, model, batch, tap) < LARGEST_ERRORS["int8"]
 
@@ -141,9 +142,11 @@ def test_the_fastest_is_taken_by_times_measured_once():
     assert reference.take_events() == []
 
 
-def test_a_format_that_is_too_coarse_gives_way_for_good():
+def test_a_format_that_is_too_coarse_gives_way_for_good(monkeypatch):
     model, batch = residual()
-    assert built(model, batch, "int8", fidelity_share=1e-9).precision == "fp32"
+    with monkeypatch.context() as patch:
+        patch.setattr("egeria.reference.FIDELITY_SHARE", 1e-9)
+        assert built(model, batch, "int8").precision == "fp32"
     reference = built(model, batch, "int8")
     reference.take_events()
     for plasticity, expected in (({}, "int8"), ({"layer2.0": 1.0}, "int8"), ({"layer2.0": 1e-12}, "fp32")):

@@ -157,7 +157,6 @@ def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     """Print the table; 1 if the directory cannot be written."""
     (kind, _, why), memory = choose("auto", "auto", nn.Linear(1, 1)), psutil.virtual_memory()
     waiting, load = os.environ.get("OMP_WAIT_POLICY", "not set"), psutil.cpu_percent(interval=0.2)
-    cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
     accelerator, status = "none that torch can use", 0
     if torch.cuda.is_available():
         free, total = map(_gib, torch.cuda.mem_get_info())
@@ -170,7 +169,7 @@ def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     found = {
         "python, torch": f"{platform.python_version()}, {torch.__version__}",
         "quantization engines": ", ".join(torch.backends.quantized.supported_engines) or "none",
-        "processor": f"{cores} cores, {threads} threads, {load:.0f} % busy",
+        "processor": f"{psutil.cpu_count(logical=False)} cores, {load:.0f} % busy",
         "threads of torch": f"{torch.get_num_threads()}; OMP_WAIT_POLICY {waiting}",
         "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
         "controller, training on the CPU": f"{kind}: {why}",

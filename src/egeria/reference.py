@@ -35,7 +35,7 @@ from egeria.model.undisturbed import captures, restore_table, undisturbed
 from egeria.plasticity import sp_loss
 from egeria.random_state import kept_random_state
 
-FIDELITY_SHARE = 0.1  # ten times under the signal
+FIDELITY_SHARE = 0.1  # largest error of a format as a share of the plasticity
 # Stands for the plasticity before any is known: the smallest first readings of record 0004.
 _EARLY_PLASTICITY = 1e-4
 _MOST_ROWS = 32
@@ -49,27 +49,18 @@ Ranges = Mapping[str, Mapping[str, Tensor]]
 class Reference:
     """A snapshot of the model in training, in the fastest number format that is exact enough.
 
-    A format is exact enough while its SP loss to the float32 snapshot is at most `fidelity_share`
-    of the plasticity, which each refresh checks. Where it fails, then or later, float32 takes its
-    place for good.
+    A format is exact enough while its SP loss to the float32 snapshot is at most a tenth of the
+    plasticity, which each refresh checks. Where it fails, then or later, float32 takes its place
+    for good.
 
     Args:
         taps: submodules whose activations will be asked for.
         precision: 'int8', 'bf16', 'fp32', or 'auto', which times each at the first refresh.
         device: "cpu", or a CUDA device, where bf16 takes the place of int8.
-        fidelity_share: largest error of a format as a share of the plasticity.
     """
 
-    def __init__(
-        self,
-        taps: Sequence[str],
-        *,
-        precision: str = "auto",
-        device: str = "cpu",
-        fidelity_share: float = FIDELITY_SHARE,
-    ) -> None:
+    def __init__(self, taps: Sequence[str], precision: str = "auto", device: str = "cpu") -> None:
         self._taps, self._device = tuple(taps), torch.device(device)
-        self._fidelity_share = fidelity_share
         names = ["int8", "bf16", "fp32"] if precision == "auto" else [precision]
         if self._device.type != "cpu":
             names = [name.replace("int8", "bf16") for name in names]
@@ -144,8 +135,7 @@ class Reference:
         try:
             self._take(self._build(self.precision, ranges=state["ranges"]))
         except Exception as error:  # another machine, or another torch
-            reason = f"{self.precision} cannot go on here: {brief(error)}"
-            self._take(self._build("fp32"), reason)
+            self._take(self._build("fp32"), f"{self.precision} cannot go on here: {brief(error)}")
 
     def _try(
         self, name: str, batch: Batch, plasticity: Mapping[str, float]
@@ -162,10 +152,9 @@ class Reference:
             exact = self._build("fp32").read(list(plasticity), with_autocast(batch, False))
             for tap, activation in exact.items():
                 error, movement = float(sp_loss(activation, found[tap])), plasticity[tap]
-                if not error <= self._fidelity_share * movement:
-                    raise ValueError(
-                        f"its SP loss at {tap} is {error:.1e}, where plasticity is {movement:.1e}"
-                    )
+                what = f"its SP loss at {tap} is {error:.1e}, where plasticity is {movement:.1e}"
+                if not error <= FIDELITY_SHARE * movement:
+                    raise ValueError(what)
         if len(self._names) == 1:
             return 0.0, made
         begin = time.perf_counter()

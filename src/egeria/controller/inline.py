@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,21 +76,12 @@ class Controller:
         return {}
 
 
-class EvaluationPlan(NamedTuple):
-    """How to evaluate; travels to the controller process."""
-
-    taps: tuple[str, ...]
-    largest_map: int
-    precision: str
-    device: str
-
-
 class InlineController(Controller):
     """Evaluates in the call that asks for it."""
 
-    def __init__(self, plan: EvaluationPlan) -> None:
-        self._largest_map = plan.largest_map
-        self._reference = Reference(plan.taps, precision=plan.precision, device=plan.device)
+    def __init__(self, taps: Sequence[str], largest_map: int, precision: str, device: str) -> None:
+        self._reference = Reference(taps, precision=precision, device=device)
+        self._largest_map = largest_map
         self._readings: dict[str, list[float]] = {}  # by tap, since the last refresh
         self._reports: list[Answer | Event] = []
 

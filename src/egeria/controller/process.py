@@ -28,7 +28,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.inline import Answer, Controller, EvaluationPlan, InlineController, Ticket
+from egeria.controller.inline import Answer, Controller, InlineController, Ticket
 from egeria.errors import brief
 from egeria.events import Declined, Event
 from egeria.model.batch import Batch
@@ -54,14 +54,14 @@ class ProcessController(Controller):
     evaluates from the next refresh on.
 
     Args:
-        plan: how to evaluate.
+        settings: arguments of `InlineController`.
         timeout_s: seconds without an answer after which the process is given up.
         load_limit: load of the processors above which it waits, a twelfth of the timeout at most;
             1 never waits.
     """
 
-    def __init__(self, plan: EvaluationPlan, timeout_s: float, load_limit: float = 1.0) -> None:
-        self._plan, self._timeout_s, self._load_limit = plan, timeout_s, load_limit
+    def __init__(self, settings: tuple[Any, ...], timeout_s: float, load_limit: float) -> None:
+        self._settings, self._timeout_s, self._load_limit = settings, timeout_s, load_limit
         # Of a snapshot, of evaluations, and of what the process prints.
         self._files = [os.memfd_create("egeria") for _ in range(1 + QUEUE_LENGTH + 1)]
         self._held = contextlib.ExitStack()
@@ -100,7 +100,7 @@ class ProcessController(Controller):
 
     def close(self) -> list[Answer | Event]:
         """End the process and give back the memory; evaluations under way are lost."""
-        self._end("the run ended before the controller process came to it, which starts in seconds")
+        self._end("the run ended before the controller process came to it")
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ProcessController(Controller):
         self._held.callback(_kill, child, self._pipe, os.getpid())
         numbers = torch.get_default_dtype(), torch.get_float32_matmul_precision()
         waits = self._load_limit, self._timeout_s / PATIENT_SHARE
-        self._pipe.send((self._plan, waits, *numbers))
+        self._pipe.send((self._settings, waits, *numbers))
         return child
 
     def _receive(self, child: subprocess.Popen[bytes]) -> str:
@@ -170,15 +170,15 @@ class ProcessController(Controller):
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(END_S)
-            lines = os.pread(self._files[-1], 2**20, 0).decode(errors="replace").split("\n")
-            last = next((f": {line[:300]}" for line in reversed(lines) if line.strip()), "")
-            return f"it died (status {child.returncode}{last})"
+            said = os.pread(self._files[-1], 2**20, 0).decode(errors="replace").strip()
+            last = said.rpartition("\n")[2][:300]
+            return f"it died (status {child.returncode}{last and f': {last}'})"
         is_late = self._unanswered and time.monotonic() > self._deadline_s
         return f"it gave no answer for over {self._timeout_s:g} s" if is_late else ""
 
     def _give_up(self, reason: str) -> None:
         """Go on in this process, from the next refresh on."""
-        self._inline = InlineController(self._plan)
+        self._inline = InlineController(*self._settings)
         self._end("the controller process was given up")
         what = "evaluating in a process of its own"
         reason = f"{reason.rstrip('.')}; evaluations are made in the training process from here on"
@@ -186,8 +186,7 @@ class ProcessController(Controller):
 
     def _end(self, reason: str) -> None:
         """End the process and give back the memory; evaluations under way are lost."""
-        lost = [ticket for _, ticket in self._unanswered if ticket]
-        self._reports += [Answer(ticket, None, reason) for ticket in lost]
+        self._reports += [Answer(ticket, None, reason) for _, ticket in self._unanswered if ticket]
         self._unanswered.clear()
         self._child = None
         self._release()
@@ -217,10 +216,10 @@ def main(descriptor: int, parent: int) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts a thread
     pipe = Connection(descriptor)
     try:
-        plan, (load_limit, patience_s), dtype, precision = pipe.recv()
+        settings, (load_limit, patience_s), dtype, precision = pipe.recv()
         torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
-        controller = InlineController(plan)
+        controller = InlineController(*settings)
         while True:
             file, ticket = pipe.recv()
             ends = time.monotonic() + patience_s
@@ -298,15 +297,13 @@ _SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tuple[str, str, str]:
     """Return the kind of controller, the device of the reference such as 'cuda:1', and why.
 
-    Args:
-        kind: 'auto', 'process' or 'inline'; what is not 'auto' is taken.
-        device: 'auto', 'cpu' or 'cuda': where the reference runs.
-        model: the model in training.
-        loader: its loader, whose workers need cores too.
+    `kind` and `device` are the settings, which may be 'auto'. The threads of the training and the
+    workers of its loader need cores too.
     """
-    devices = (parameter.device for parameter in model.parameters())
-    accelerator = next((str(found) for found in devices if found.type == "cuda"), "")
-    spare = spare_cores(loader)
+    accelerator = next((str(p.device) for p in model.parameters() if p.device.type == "cuda"), "")
+    workers, ranks = getattr(loader, "num_workers", 0), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    busy = torch.get_num_threads() + (workers if isinstance(workers, int) else 0)
+    spare = usable_cores() - busy * (int(ranks) if ranks.isdigit() else 1)
     place = f"training is on {accelerator or 'the CPU'}"
     reason = f"{place}, and {max(spare, 0):g} of {usable_cores():g} cores are spare"
     if accelerator and (device == "cuda" or (device == "auto" and kind != "process" and spare < 1)):
@@ -314,14 +311,6 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tupl
     if not hasattr(os, "memfd_create"):
         return "inline", "cpu", "the controller process needs Linux"
     return {"auto": "process" if accelerator else "inline"}.get(kind, kind), "cpu", reason
-
-
-def spare_cores(loader: Any = None) -> float:
-    """Return how many cores neither training threads nor data workers of this job need."""
-    workers = getattr(loader, "num_workers", 0)
-    each = torch.get_num_threads() + (workers if isinstance(workers, int) else 0)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return usable_cores() - each * (int(ranks) if ranks.isdigit() else 1)
 
 
 def usable_cores() -> float:

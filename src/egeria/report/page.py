@@ -32,8 +32,7 @@ CAPTIONS = {
     "Layers frozen": "How many front layer modules were frozen, and were to be by the plan.",
     "Loss and metrics": "Mean loss of each interval, and what was logged.",
     "Iteration time": "Median time of an iteration in each interval, without egeria's overhead.",
-    "Plasticity": "Readings of the frontmost active module (thin) and their running mean (thick). "
-    "A flat curve means that the module has stopped changing what it computes.",
+    "Plasticity": "Readings of the frontmost active module (thin) and their running mean (thick).",
 }
 _STYLE: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "egeria", "font.size": 9.0, "axes.titlesize": 9.0},

@@ -83,7 +83,7 @@ class Metric:
 class Summary:
     """Where a run stands or ended; shares are between 0 and 1, and what is not known is None."""
 
-    directory: Path
+    name: str  # of the directory
     events: tuple[Event, ...]  # those that count, oldest first
     processes: list[list[Event]]  # the same by the process that wrote them
     started: RunStarted
@@ -119,7 +119,7 @@ class Summary:
         stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
         stages += [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
         return cls(
-            directory=directory or Path(),
+            name=(directory or Path()).resolve().name,
             events=kept,
             processes=processes,
             started=started,
@@ -141,11 +141,6 @@ class Summary:
     def last(self, kind: type[Kind]) -> Kind | None:
         """Return the latest event of one kind, or None."""
         return next(reversed(self.of(kind)), None)
-
-    @property
-    def name(self) -> str:
-        """Of the directory."""
-        return self.directory.resolve().name
 
     @property
     def title(self) -> str:

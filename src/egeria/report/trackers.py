@@ -49,9 +49,8 @@ def _find(entry: Any) -> Tracker:
             return Tracker(name=name or own_name, log=make(entry))
     found = f"the class {entry.__name__}" if is_class else type(entry).__name__
     raise ConfigError(
-        "log_to is TensorBoard's SummaryWriter, a W&B or Trackio run, the mlflow module, a "
-        f"callable (values, step), or a list of these; found {found}. Give the object that you "
-        "log with yourself."
+        "log_to is TensorBoard's SummaryWriter, a W&B or Trackio run, mlflow, a callable "
+        f"(values, step), or a list of these; found {found}. Give what you log with yourself."
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from egeria import events
-from egeria.controller.inline import Answer, Controller, EvaluationPlan, InlineController, Ticket
+from egeria.controller.inline import Answer, Controller, InlineController, Ticket
 from egeria.controller.process import ProcessController, choose
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import rank
@@ -267,10 +267,15 @@ def make_evaluation(training: Training, cut: Cut, clock: Clock) -> Evaluation:
     """Return what reads plasticity in a run; all processes of a job call it.
 
     Raises:
-        FreezingEndedError: the plasticity of this model cannot be read.
+        FreezingEndedError: a pass of ours would leave traces in this model.
     """
-    if reason := plasticity_refusal(training.model):
-        raise FreezingEndedError(reason)
+    if fsdp2.is_sharded(training.model):
+        raise FreezingEndedError(fsdp2.NO_PLASTICITY)
+    for name, entry in training.model.named_parameters():
+        if type(entry) is not nn.Parameter:
+            what = f"{name} has weights of a class of their own ({type(entry).__name__})"
+            why = "which a pass in inference mode may repack for good"
+            raise FreezingEndedError(f"{what}, {why}. Give a plan instead of the policy 'egeria'")
     controller = _make_controller(training, cut) if rank() == 0 else Controller()
     return Evaluation(training, cut, clock, controller)
 
@@ -283,23 +288,10 @@ def _make_controller(training: Training, cut: Cut) -> Controller:
         own, device = config.controller, config.reference.device
         kind, device, reason = choose(own.kind, device, training.model, training.loader)
         taps = tuple(module.tap for module in cut.modules[:-1])
-        largest_map, precision = config.plasticity.largest_map, config.reference.precision
-        plan = EvaluationPlan(taps, largest_map, precision, device)
-        controller = InlineController(plan)
+        settings = taps, config.plasticity.largest_map, config.reference.precision, device
+        controller = InlineController(*settings)
         if kind == "process":
-            controller = ProcessController(plan, own.timeout_s, own.load_limit)
+            controller = ProcessController(settings, own.timeout_s, own.load_limit)
     step = training.recorder.step
     training.recorder.write(events.ControllerChosen(step=step, controller=kind, reason=reason))
     return controller
-
-
-def plasticity_refusal(model: nn.Module) -> str:
-    """Return why the plasticity of a model is not read: a pass of ours would leave traces in it."""
-    if fsdp2.is_sharded(model):
-        return fsdp2.NO_PLASTICITY
-    for name, entry in model.named_parameters():
-        if type(entry) is not nn.Parameter:
-            what = f"{name} has weights of a class of their own ({type(entry).__name__})"
-            why = "which a pass in inference mode may repack for good"
-            return f"{what}, {why}. Give a plan instead of the policy 'egeria'"
-    return ""
