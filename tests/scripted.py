@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
-from egeria.controller.inline import Answer, Controller, Report, State, Ticket
-from egeria.events import ReferenceRefreshed
+from egeria.controller.inline import Answer, Controller, Ticket
+from egeria.events import Event, ReferenceRefreshed
 from egeria.model.batch import Batch
 
 
@@ -23,26 +24,26 @@ class ScriptedController(Controller):
     """Called at each refresh with the model; may raise."""
     requests: list[Ticket] = field(default_factory=list, init=False)
     closed: bool = field(default=False, init=False)
-    _reports: list[Report] = field(default_factory=list, init=False)
+    _reports: list[Answer | Event] = field(default_factory=list, init=False)
 
-    def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None) -> bool:
         """Do what the script does at a refresh; nothing for a run that is resumed."""
         if state is None:
             self.refreshing(model)
             self._reports.append(ReferenceRefreshed(step=0, evaluation=0, builder="script", wall_s=0, cpu_s=0))
         return True
 
-    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
+    def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
         """Note the request and read the script."""
         self.requests.append(ticket)
         self._reports.append(Answer(ticket, self.readings(ticket.evaluation, ticket.module)))
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> list[Answer | Event]:
         """Return what was read since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
-    def close(self) -> list[Report]:
+    def close(self) -> list[Answer | Event]:
         """Note that the run let go."""
         self.closed = True
         return self.poll()

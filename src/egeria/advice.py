@@ -1,14 +1,12 @@
-"""What freezing could save in a training, measured on a copy of it: `egeria.advise`."""
+"""What freezing would do to a training: `plan` says what, `advise` measures what it saves."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import html
 import itertools
 import logging
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,22 +34,17 @@ from egeria.model.pretrained import find_trained_norms, is_mostly_trained, setti
 from egeria.moves import read_plan, resolve, wrong_plan
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
-from egeria.report.wording import duration, mebibytes, percent
+from egeria.report.text import mebibytes, percent
 from egeria.session import Run, attach
 from egeria.session.checks import read_config, unwrap_loader
+from egeria.session.clock import Seconds
 from egeria.session.training import facts_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
-NUM_BATCHES = 8
-"""Different batches that the iterations use."""
-SETTLING, TIMED = 1, 3
-"""Iterations at each depth in each round: one after the change of depth, and the timed ones."""
-MOST_DEPTHS = 8
-"""Depths that are measured; of a model with more layer modules the others lie between these."""
-SLOW_READING = 0.2
-"""Share of an iteration; a batch that takes longer to read gets a note."""
-LEAST_SAVING = 0.03
-"""Share of the training time that a plan must save to be worth a try."""
+NUM_BATCHES = 8  # different batches that the iterations use
+SETTLING, TIMED = 1, 3  # iterations at each depth in a round: behind its change, and the timed ones
+MOST_DEPTHS = 8  # that are measured; of a model with more the others lie between these
+LEAST_SAVING = 0.03  # of the training time, for a plan to be worth a try
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -95,17 +88,14 @@ class Advice:
         check("plan", plan, wrong_plan)
         plan = resolve(plan, [(name,) for name in self.modules], None)
         if any(move.is_step for move in read_plan(plan)):
-            raise ConfigError(
-                f'plan takes shares of the training such as "0.5:2", found {plan!r}. Divide by all.'
-            )
+            raise ConfigError(f'plan takes shares such as "0.5:2", found {plan!r}. Divide by all.')
         return Plan.parse(plan, self.modules, total_steps=1)
 
     def _saving(self, plan: Plan, costs: Sequence[DepthCost]) -> float:
         depths = [cost.depth for cost in costs]  # of others the time is interpolated
         times_s = [cost.iteration_s for cost in costs]
-        each_s = np.interp(range(len(self.modules)), depths, times_s)
-        shares = -np.diff(each_s) / (times_s[0] + self.reading_s)
-        return float(plan.skipped_share(list(shares)))
+        saved_s = -np.diff(np.interp(range(len(self.modules)), depths, times_s))
+        return float(plan.skipped_share(list(saved_s / (times_s[0] + self.reading_s))))
 
     @property
     def is_worth_it(self) -> bool:
@@ -127,11 +117,10 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        more = {"plan_saving": self.saving(self.plan), "verdict": self.verdict}
-        return {**asdict(self), **more, "is_worth_it": self.is_worth_it}
+        found = {"verdict": self.verdict, "is_worth_it": self.is_worth_it}
+        return {**asdict(self), **found, "plan_saving": self.saving(self.plan)}
 
     def __repr__(self) -> str:
-        """Return the table, the verdict and the notes as text."""
         head = ("frozen", "up to", "of the steps", "iteration", "saved", "CPU", "peak memory")
         rows = [head, *map(self._row, self.costs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -139,21 +128,14 @@ class Advice:
         lines += ["", self.verdict]
         if self.costs[-1].depth and not self.plan:
             lines.append("By default nothing is frozen here: give attach a plan, such as this one.")
-        if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
-            reading = f"Reading a batch takes {duration(self.reading_s)}"
-            lines.append(f"{reading} with any plan. Workers of the loader would hide it.")
         return "\n".join([*lines, *(f"Obstacle: {obstacle}" for obstacle in self.obstacles)])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def _row(self, cost: DepthCost) -> tuple[str, ...]:
         name = self.modules[cost.depth - 1] if cost.depth else "-"
-        saved = percent(1 - cost.iteration_s / self.costs[0].iteration_s)
-        peak = "-" if cost.peak_bytes is None else mebibytes(cost.peak_bytes)
-        times = [f"{1000 * seconds:.1f} ms" for seconds in (cost.iteration_s, cost.cpu_s)]
         share = percent(self._parse(self._tried).share_at(cost.depth))
-        return f"{cost.depth}", name, share, times[0], saved, times[1], peak
+        saved = percent(1 - cost.iteration_s / self.costs[0].iteration_s)
+        wall, cpu = (f"{1000 * seconds:.1f} ms" for seconds in (cost.iteration_s, cost.cpu_s))
+        return f"{cost.depth}", name, share, wall, saved, cpu, mebibytes(cost.peak_bytes)
 
     @property
     def _tried(self) -> str:
@@ -189,21 +171,17 @@ def advise(
     Raises:
         ConfigError: an argument is outside its contract, or an iteration of the copy failed.
     """
-    settings, loader = read_config(config, "inline", None), unwrap_loader(loader)
-    optimizers = _listed(optimizer)
+    settings, optimizers = read_config(config, "inline", None), _checked(model, optimizer)
     check("rounds", rounds, count())
-    _check_training(model, optimizers)
-    pretrained = settings.policy.pretrained
-    if pretrained == "auto":  # found now, since training changes the normalisation layers
-        pretrained = is_mostly_trained(find_trained_norms(model))
     settings = replace(
         settings,
-        policy=PolicyConfig(pretrained=pretrained),
+        # Found now, since training changes the normalisation layers.
+        policy=PolicyConfig(pretrained=_is_pretrained(settings, model)),
         plasticity=replace(settings.plasticity, interval_steps=SETTLING + TIMED),
         cache=replace(settings.cache, enabled=False),
     )
     with torch.enable_grad(), kept_random_state(model), _unchanged(model, optimizers):
-        batches, reading_s = _read(loader)
+        batches, reading_s = _read(unwrap_loader(loader))
         held_bytes = sum(map(torch.cuda.memory_allocated, accelerators_of(model)))
         training = _Training(*_copied(model, optimizers), batches, loss or _own_loss, held_bytes)
         return training.measure(settings, rounds, reading_s)
@@ -216,34 +194,49 @@ def plan(
     total_steps: int | None,
     config: Config | Mapping[str, Any] | str | Path | None = None,
 ) -> Plan | None:
-    """Return the plan that `attach` would follow; no iteration is made.
+    """Return the plan that `attach` would follow, None under a policy without one.
 
-    Layer modules are taken in the order of definition; a run takes them in the order in which they
-    ran. None under a policy without a plan.
-
-    Args:
-        model: as the loop trains it, with its weights loaded.
-        optimizer: the optimizer, or all of them.
-        total_steps: optimizer steps of the whole training.
-        config: the settings of the run.
+    The arguments are those of `attach`; the model has its weights loaded. Its layer modules are in
+    the order of definition here, and in a run in the order in which they ran.
 
     Raises:
         ConfigError: an argument is outside its contract.
     """
-    settings, optimizers = read_config(config, None, None), _listed(optimizer)
-    _check_training(model, optimizers)
+    settings, optimizers = read_config(config, None, None), _checked(model, optimizer)
     check("total_steps", total_steps, optional(count()))
-    came_trained = is_mostly_trained(find_trained_norms(model))
-    given = settings.policy.pretrained
-    pretrained = came_trained if given == "auto" else bool(given)
+    pretrained = _is_pretrained(settings, model)
     cut = settings_of_cut(asdict(settings.modules), is_pretrained=pretrained)
     names = [module.name for module in make_modules(model, **cut)]
     facts = facts_of(model, optimizers)
     return find_plan(settings.policy, names, total_steps, pretrained=pretrained, **facts)
 
 
-def _listed(optimizer: Any) -> list[Any]:
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers as a list; raise ConfigError if this training cannot be copied."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    if not isinstance(model, nn.Module):
+        found = f"a {type(model).__name__}"
+    elif any(base.__module__.startswith("torch.nn.parallel") for base in type(model).__mro__):
+        found = f"the wrapper {type(model).__name__}"
+    elif is_compiled(model) or any(hasattr(part, "_orig_mod") for part in model.modules()):
+        found = "a compiled one"
+    elif kinds := {entry.device.type for entry in model.parameters()} - {"cpu", "cuda"}:
+        found = f"parameters on {', '.join(sorted(kinds))}"
+    elif world_size() > 1:
+        found = f"a job of {world_size()} processes"
+    elif not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
+        found = f"{optimizers!r} as optimizers"
+    else:
+        return optimizers
+    raise ConfigError(
+        "advise takes a torch.nn.Module on the CPU or CUDA with torch optimizers, in one process, "
+        f"found {found}. Ask before the model is compiled or wrapped."
+    )
+
+
+def _is_pretrained(settings: Config, model: nn.Module) -> bool:
+    given = settings.policy.pretrained
+    return is_mostly_trained(find_trained_norms(model)) if given == "auto" else bool(given)
 
 
 @dataclass(frozen=True)
@@ -257,7 +250,6 @@ class _Training:
     held_bytes: int
 
     def measure(self, settings: Config, rounds: int, reading_s: float) -> Advice:
-        """Return what the iterations say."""
         found: dict[int, list[DepthCost]] = {}
         with tempfile.TemporaryDirectory() as folder:
             follow = partial(attach, self.model, self.optimizers, config=settings, directory=folder)
@@ -275,13 +267,14 @@ class _Training:
                     cost = self._timed(run, turn * TIMED)  # the same batches at each depth
                     found.setdefault(cost.depth, []).append(cost)
             journal = read_journal(folder)
+        costs = [found[depth] for depth in sorted(found)]
         facts = facts_of(self.model, self.optimizers)
         obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
         obstacles += [f"{event.where} failed: {event.error}." for event in journal.of(FaultCaught)]
         return Advice(
             modules=modules,
-            costs=tuple(median_low(found[depth]) for depth in sorted(found)),
-            rounds=tuple(zip(*(found[depth] for depth in sorted(found)), strict=False)),
+            costs=tuple(map(median_low, costs)),
+            rounds=tuple(zip(*costs, strict=False)),
             # In shares of the steps, whatever their number.
             plan=str(draw_up(modules, 1, pretrained=settings.policy.pretrained is True, **facts)),
             reading_s=reading_s,
@@ -294,13 +287,13 @@ class _Training:
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.synchronize(device)
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        began = Seconds.now()
         for place in range(first, last):
             run.step(self._iterate(place))
         loss = self._iterate(last)
         for device in devices:
             torch.cuda.synchronize(device)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        wall_s, cpu_s = Seconds.now().since(began)
         peak_bytes = sum(map(torch.cuda.max_memory_allocated, devices)) - self.held_bytes
         run.step(loss)  # the depth changes here
         return DepthCost(depth, wall_s / TIMED, cpu_s / TIMED, peak_bytes if devices else None)
@@ -308,9 +301,8 @@ class _Training:
     def _iterate(self, place: int) -> Tensor:
         """Make one iteration as a loop would, on a copy of a batch, and return its loss."""
         batch = copy.deepcopy(self.batches[place % len(self.batches)])
-        contract = "An iteration of the copy must run as in the loop"
         next_step = "Pass loss=..., which does what the loop does before loss.backward()."
-        with _explained(contract, next_step):
+        with _explained("An iteration of the copy must run as in the loop", next_step):
             loss = self.loss(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             for optimizer in self.optimizers:
@@ -319,57 +311,33 @@ class _Training:
         return loss
 
 
-def _check_training(model: nn.Module, optimizers: Sequence[Any]) -> None:
-    if not isinstance(model, nn.Module):
-        found = f"a {type(model).__name__}"
-    elif any(base.__module__.startswith("torch.nn.parallel") for base in type(model).__mro__):
-        found = f"the wrapper {type(model).__name__}"
-    elif is_compiled(model) or any(hasattr(part, "_orig_mod") for part in model.modules()):
-        found = "a compiled one"
-    elif kinds := {entry.device.type for entry in model.parameters()} - {"cpu", "cuda"}:
-        found = f"parameters on {', '.join(sorted(kinds))}"
-    elif world_size() > 1:
-        found = f"a job of {world_size()} processes"
-    elif not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
-        found = f"{optimizers!r} as optimizers"
-    else:
-        return
-    raise ConfigError(
-        "advise takes a torch.nn.Module on the CPU or CUDA with torch optimizers, in one process, "
-        f"found {found}. Ask before the model is compiled or wrapped."
-    )
-
-
 @contextmanager
 def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Restore gradients and buffers after a quiet block, and raise if there were new ones."""
+    """Restore gradients and buffers after a quiet block, and raise if there were new gradients."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     held = (parameter for group in groups for parameter in group["params"])  # a criterion's too
     gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *held)}
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     logger = logging.getLogger("egeria")
-    level = logger.level
     try:
         for parameter in gradients:
             parameter.grad = None
         with warnings.catch_warnings():  # those about the copy are not for the user
             warnings.simplefilter("ignore")
-            logger.setLevel(logging.CRITICAL)
+            logger.disabled = True
             yield
     finally:
-        logger.setLevel(level)
-        is_changed = any(buffer._version != version for buffer, version, _ in buffers)
-        is_changed |= any(parameter.grad is not None for parameter in gradients)
-        for buffer, _, values in buffers if is_changed else ():
+        logger.disabled = False
+        is_changed = any(parameter.grad is not None for parameter in gradients)
+        for buffer, values in buffers if is_changed else ():
             buffer.data.copy_(values)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         gc.collect()  # a run has reference cycles, which hold the copy
     if is_changed:
         raise ConfigError(
-            "loss must train the model that it is given and nothing else, found gradients or "
-            "buffers of others that changed. Use the model that loss is given; a criterion that "
-            "trains belongs in it."
+            "loss must train the model that it is given and nothing else, found gradients of "
+            "others. Use the model that loss is given; a criterion that trains belongs in it."
         )
 
 
@@ -412,9 +380,9 @@ def _read(loader: Any) -> tuple[list[Any], float]:
         if isinstance(loader, Iterator):
             raise TypeError(f"a {type(loader).__name__}, which reading would use up")
         try:
-            began = time.perf_counter()
+            began = Seconds.now()
             batches = list(itertools.islice(loader, NUM_BATCHES))
-            reading_s = (time.perf_counter() - began) / max(1, len(batches))
+            reading_s = Seconds.now().since(began).wall_s / max(1, len(batches))
         finally:
             for generator, state in states:
                 generator.set_state(state)

@@ -8,10 +8,10 @@ import inspect
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,13 @@ from torch import nn
 import egeria
 from egeria.advice import advise
 from egeria.config import ModulesConfig, check
-from egeria.controller import choose
+from egeria.controller.process import choose
 from egeria.errors import ConfigError, EgeriaError, brief
 from egeria.model.cut import LayerModule, make_modules
-from egeria.model.group import find_pieces
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
-from egeria.model.watch import Watch
 from egeria.moves import wrong_plan
-from egeria.report.wording import percent
+from egeria.report.text import percent
 
-PROBE_BYTES = 64 * 2**20
 ABOUT = "Train faster by freezing layers once they have converged."
 NAMES = ("model", "optimizer", "loader", "loss")
 RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of egeria.advise"
@@ -43,20 +40,36 @@ RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 a check failed, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="egeria", description=ABOUT)
-    parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (_, about, options) in VERBS.items():
-        verb = verbs.add_parser(name, help=about)
-        for option, details in options.items():
-            verb.add_argument(option, **details)
-    chosen = parser.parse_args(arguments)
+    chosen = _parser().parse_args(arguments)
     try:
-        return VERBS[chosen.verb][0](chosen, Console())
+        return int(chosen.run(chosen, Console()))
     except EgeriaError as error:
         said = f"[bold red]egeria {chosen.verb}:[/] {escape(str(error))}"
         Console(stderr=True).print(said, highlight=False, soft_wrap=True)
         return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="egeria", description=ABOUT)
+    parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verb = verbs.add_parser("advise", help="measure what freezing could save, on a copy")
+    verb.set_defaults(run=_advise)
+    verb.add_argument("training", help=f"package.module:callable that returns {RETURNS}")
+    verb.add_argument("--plan", help='such as "0.5:2 0.75:3": also show what it would save')
+    verb.add_argument("--rounds", type=int, help="how often each depth is measured")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
+    verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
+    verb.set_defaults(run=_modules)
+    verb.add_argument("model", help="package.module:callable that returns the model")
+    verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes one")
+    verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
+    verb.set_defaults(run=_report)
+    verb.add_argument("directory", metavar="DIR", help="of the run")
+    verb = verbs.add_parser("doctor", help="show what this machine offers: threads, disk, torch")
+    verb.set_defaults(run=_doctor)
+    verb.add_argument("--directory", type=Path, default=Path(), help="to try to write to")
+    return parser
 
 
 def _report(arguments: argparse.Namespace, console: Console) -> int:
@@ -99,19 +112,14 @@ def _arguments(path: str) -> dict[str, Any]:
 
 def _modules(arguments: argparse.Namespace, console: Console) -> int:
     """Build the model, cut it, print the layer modules."""
-    made = _call_named(arguments.model, "model", "a model")
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model = _call_named(arguments.model, "model", "a model")
     if not isinstance(model, nn.Module):
         what, found = f"{arguments.model} must return a torch.nn.Module", type(model).__name__
-        raise ConfigError(f"{what}, or (model, example), found {found}. Return one of these.")
+        raise ConfigError(f"{what}, found {found}. Return the model.")
     settings = asdict(ModulesConfig(pattern=arguments.pattern))
     settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
-    watch, order = None, "In definition order; a run takes the order of its first step."
-    if example is not None:
-        watch, order = Watch(model, find_pieces(model, arguments.pattern)), "In execution order."
-        _forward(arguments.model, model, example, watch)
-    console.print(_cut_table(model, make_modules(model, watch=watch, **settings)))
-    console.print(order)
+    console.print(_cut_table(model, make_modules(model, **settings)))
+    console.print("In definition order; a run takes the order of its first step.")
     return 0
 
 
@@ -128,34 +136,15 @@ def _call_named(path: str, what: str, returns: str) -> Any:
         raise ConfigError(f"{what}; {brief(error)}. Write a function that builds it.") from error
 
 
-def _forward(path: str, model: nn.Module, example: Any, watch: Watch) -> None:
-    named = example if isinstance(example, Mapping) else {}
-    positional = example if isinstance(example, (tuple, list)) else (example,)
-    watch.open()
-    try:
-        model(*(() if named else positional), **named)
-    except Exception as error:
-        what = f"The model of {path} must take its example arguments"
-        raise ConfigError(f"{what}; {brief(error)}. Return those that it accepts.") from error
-    finally:
-        watch.close()
-
-
 def _cut_table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
     """Return a table of the layer modules; shares are those of the trainable parameters."""
     total = sum(module.num_parameters for module in modules)
     trained = [sum(model.get_parameter(n).numel() for n in each.parameters) for each in modules]
     among = f", {sum(trained):,} of them trainable," if sum(trained) != total else ""
     title = f"{type(model).__name__}: {total:,} parameters{among} in {len(modules)} layer modules"
-    table = Table(
-        Column("layer module", style="bold"),
-        Column("parameters", justify="right"),
-        Column("share", justify="right"),
-        Column("submodules", overflow="fold"),
-        Column("why", overflow="fold"),
-        title=title,
-        show_lines=True,
-    )
+    numbers = [Column(name, justify="right") for name in ("parameters", "share")]
+    texts = [Column(name, overflow="fold") for name in ("submodules", "why")]
+    table = Table("layer module", *numbers, *texts, title=title, show_lines=True)
     for module, count in zip(modules, trained, strict=True):
         share = f"{count / max(1, sum(trained)):.1%}"
         why = module.reason + (" Never frozen." if module is modules[-1] else "")
@@ -166,21 +155,24 @@ def _cut_table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
 
 def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     """Print the table; 1 if the directory cannot be written."""
-    disk, works = _disk(arguments.directory)
-    choice, memory = choose("auto", "auto", torch.nn.Linear(1, 1)), psutil.virtual_memory()
+    (kind, _, why), memory = choose("auto", "auto", nn.Linear(1, 1)), psutil.virtual_memory()
     waiting, load = os.environ.get("OMP_WAIT_POLICY", "not set"), psutil.cpu_percent(interval=0.2)
-    cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
-    accelerator = "none that torch can use"
+    accelerator, status = "none that torch can use", 0
     if torch.cuda.is_available():
         free, total = map(_gib, torch.cuda.mem_get_info())
-        accelerator = f"{torch.cuda.get_device_name()}, {free} of {total} GiB free"
+        accelerator = f"{torch.cuda.get_device_name()}, {free} of {total} free"
+    try:
+        with tempfile.TemporaryFile(dir=arguments.directory):
+            disk = f"{_gib(shutil.disk_usage(arguments.directory).free)} free"
+    except OSError as error:
+        disk, status = f"cannot be written: {error}", 1
     found = {
         "python, torch": f"{platform.python_version()}, {torch.__version__}",
         "quantization engines": ", ".join(torch.backends.quantized.supported_engines) or "none",
-        "processor": f"{cores} cores, {threads} threads, {load:.0f} % busy",
+        "processor": f"{psutil.cpu_count(logical=False)} cores, {load:.0f} % busy",
         "threads of torch": f"{torch.get_num_threads()}; OMP_WAIT_POLICY {waiting}",
-        "memory": f"{_gib(memory.available)} of {_gib(memory.total)} GiB free",
-        "controller, training on the CPU": f"{choice.kind}: {choice.reason}",
+        "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
+        "controller, training on the CPU": f"{kind}: {why}",
         "accelerator": accelerator,
         f"disk at {arguments.directory}": disk,
     }
@@ -189,52 +181,8 @@ def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     for name, value in found.items():
         table.add_row(escape(name), escape(value))
     console.print(table)
-    return 0 if works else 1
+    return status
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"
-
-
-def _disk(directory: Path) -> tuple[str, bool]:
-    """Write and read back a file of `PROBE_BYTES`; the reading may come from the page cache."""
-    block = os.urandom(PROBE_BYTES)
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            began = time.perf_counter()
-            file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            written = time.perf_counter()
-            file.seek(0)
-            file.read()
-            read = time.perf_counter()
-        free = _gib(psutil.disk_usage(str(directory)).free)
-    except OSError as error:
-        return f"cannot be written: {error}", False
-    rates = [f"{PROBE_BYTES / 2**20 / s:.0f} MiB/s" for s in (written - began, read - written)]
-    found = f"{free} GiB free; writes {rates[0]} with fsync, reads back {rates[1]} (page cache)"
-    return found, True
-
-
-Options = dict[str, dict[str, Any]]
-_OF_ADVISE: Options = {
-    "training": {"help": f"package.module:callable that returns {RETURNS}"},
-    "--plan": {"help": 'such as "0.5:2 0.75:3": also show what it would save'},
-    "--rounds": {"type": int, "help": "how often each depth is measured"},
-    "--json": {"type": Path, "metavar": "FILE", "help": "where to write the measurements"},
-}
-_OF_MODULES: Options = {
-    "model": {"help": "package.module:callable: the model, or (model, example arguments)"},
-    "--pattern": {"help": "regular expression: each submodule it matches becomes one"},
-}
-_OF_REPORT: Options = {"directory": {"metavar": "DIR", "help": "of the run, or its URL"}}
-_DISK = {"type": Path, "default": Path(), "help": "whose disk to measure"}
-_OF_DOCTOR: Options = {"--directory": _DISK}
-VERBS: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str, Options]] = {
-    "advise": (_advise, "measure what freezing could save, on a copy of a training", _OF_ADVISE),
-    "modules": (_modules, "print how a model is cut into layer modules, and why", _OF_MODULES),
-    "report": (_report, "print what a run did, and write its page report.html", _OF_REPORT),
-    "doctor": (_doctor, "show what this machine offers: threads, disk, torch", _OF_DOCTOR),
-}
-"""What runs each verb, what it does, and its arguments."""
+    return f"{num_bytes / 2**30:.1f} GiB"

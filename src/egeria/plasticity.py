@@ -22,9 +22,7 @@ def sp_loss(training: Tensor, reference: Tensor) -> Tensor:
     Raises:
         ValueError: they differ in B, or B is under 2.
     """
-    if training.stride() != reference.stride():
-        training, reference = training.contiguous(), reference.contiguous()
-    return sp_loss_of_grams(gram(flatten_rows(training)), gram(flatten_rows(reference)))
+    return sp_loss_of_grams(gram(training), gram(reference))
 
 
 def sp_loss_of_grams(training_BB: Tensor, reference_BB: Tensor) -> Tensor:
@@ -39,19 +37,18 @@ def sp_loss_of_grams(training_BB: Tensor, reference_BB: Tensor) -> Tensor:
     return difference_BB.square().sum() / num_rows**2
 
 
-def gram(a_BD: Tensor) -> Tensor:
-    """Return the inner products [B, B] of the rows, in the precision of the activation."""
+def gram(a: Tensor) -> Tensor:
+    """Return the inner products [B, B] of the samples of an activation [B, ...], in float32."""
+    a_BD = a.flatten(1).float()
     # A loop may call `run.step` under autocast, which would round these products to 16 bits.
     with torch.autocast(a_BD.device.type, enabled=False):
         return a_BD @ a_BD.T
 
 
 def pool_map(a: Tensor, largest_map: int) -> Tensor:
-    """Average-pool a feature map until no side is twice as long as `largest_map`, or more.
+    """Average-pool a feature map [B, C, H, W] until no side has `2 * largest_map` pixels or more.
 
-    Args:
-        a: activation; only the shape [B, C, H, W] is pooled, any other comes back as it is.
-        largest_map: side in pixels.
+    An activation of another shape comes back as it is.
     """
     # The SP loss keeps its curve under pooling by 2 (log-correlation 1.000) and 4 (0.998) at a
     # fraction of the cost.
@@ -62,15 +59,6 @@ def pool_map(a: Tensor, largest_map: int) -> Tensor:
         factor *= 2
     factor = min(factor, *a.shape[2:])
     return a if factor == 1 else functional.avg_pool2d(a, factor)
-
-
-def flatten_rows(a: Tensor) -> Tensor:
-    """Return the activation [B, ...] as float32 rows [B, D]."""
-    # Both sides share the order of their features, whatever it is: a channels_last map is read as
-    # it lies in memory, a view instead of a strided copy.
-    if a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last):
-        a = a.permute(0, 2, 3, 1)
-    return a.flatten(1).float()
 
 
 def _similarities(gram_BB: Tensor) -> Tensor:

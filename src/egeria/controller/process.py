@@ -1,72 +1,69 @@
-"""The controller in a process of its own, and when it is chosen."""
+"""The controller in a process of its own, what runs in that process, and when it is chosen.
+
+Both processes know the same files without names, in memory, so that nothing is left behind however
+they end. Classes of the user's script travel by value (cloudpickle): the script is never run again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
+import cloudpickle
+import psutil
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.inline import (
-    Answer,
-    Controller,
-    EvaluationPlan,
-    InlineController,
-    Report,
-    State,
-    Ticket,
-)
-from egeria.controller.worker import Message, handle, pack
+from egeria.controller.inline import Answer, Controller, InlineController, Ticket
 from egeria.errors import brief
-from egeria.events import Declined
+from egeria.events import Declined, Event
 from egeria.model.batch import Batch
+from egeria.model.hooks import without_watchers
 from egeria.random_state import RandomState
 
 START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine
-NUM_SNAPSHOTS, QUEUE_LENGTH = 2, 4  # one snapshot is worked from, and one is on its way
+QUEUE_LENGTH = 4  # evaluations that wait; beside them one snapshot may
 PATIENT_SHARE = 12  # of the timeout that an evaluation waits for processors that are busy
+WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
 # accelerator, with the memory a context takes on it, belongs to the training alone.
-ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class ProcessController(Controller):
     """Makes the evaluations in a child process: training sends and polls, and never waits.
 
-    The batch and the training output of an evaluation are known at the same moment, so that the
-    paper's IQ and TOQ are one queue, and the reference output needs none (ROQ) to wait for its
-    counterpart. The process takes snapshots and evaluations in the order in which they were asked.
-
-    It is started with the first snapshot. Where it cannot be started, dies, hangs or refuses, what
-    it has not answered is evaluated in the training process, and so is everything from there on,
-    with the same readings.
+    One queue does for the paper's three, since the batch and the training output of an evaluation
+    are known at the same moment. The process is started with the first snapshot. Where it cannot be
+    started, dies, hangs or refuses, what it has not answered is lost, and the training process
+    evaluates from the next refresh on.
 
     Args:
-        plan: how to evaluate.
+        settings: arguments of `InlineController`.
         timeout_s: seconds without an answer after which the process is given up.
         load_limit: load of the processors above which it waits, a twelfth of the timeout at most;
             1 never waits.
     """
 
-    def __init__(self, plan: EvaluationPlan, timeout_s: float, load_limit: float = 1.0) -> None:
-        self._plan, self._timeout_s, self._load_limit = plan, timeout_s, load_limit
-        # Of snapshots, of evaluations, and of what the process prints. They have no names.
-        self._files = [os.memfd_create("egeria") for _ in range(NUM_SNAPSHOTS + QUEUE_LENGTH + 1)]
+    def __init__(self, settings: tuple[Any, ...], timeout_s: float, load_limit: float) -> None:
+        self._settings, self._timeout_s, self._load_limit = settings, timeout_s, load_limit
+        # Of a snapshot, of evaluations, and of what the process prints.
+        self._files = [os.memfd_create("egeria") for _ in range(1 + QUEUE_LENGTH + 1)]
         self._held = contextlib.ExitStack()
         for file in self._files:
             self._held.callback(os.close, file)
@@ -74,90 +71,79 @@ class ProcessController(Controller):
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
         self._inline: InlineController | None = None
-        self._unanswered: deque[Message] = deque()
-        self._snapshot: Message | None = None  # the one that the process works from
-        self._reports: list[Report] = []
+        # The file, and the evaluation that it is about; None for a snapshot.
+        self._unanswered: deque[tuple[int, Ticket | None]] = deque()
+        self._reports: list[Answer | Event] = []
         self._deadline_s = 0.0
 
-    @property
-    def is_apart(self) -> bool:  # type: ignore[override]
-        """Whether evaluations are made in another process."""
-        return self._inline is None
-
-    def refresh(self, model: nn.Module, batch: Batch | None, state: State | None = None) -> bool:
+    def refresh(
+        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+    ) -> bool:
         """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
-        if self._inline is None and state is None:
-            try:
-                return self._send((model, batch), range(NUM_SNAPSHOTS))
-            except Exception as error:
-                self._decline(f"the model cannot be sent there ({brief(error)})")
-        return bool(self._inline and self._inline.refresh(model, batch, state))
-
-    def submit(self, ticket: Ticket, batch: Batch, activation: Tensor) -> None:
-        """Send one evaluation; without room it is dropped, which `poll` reports."""
-        if self._inline is None:
-            try:
-                content = batch, RandomState.current(), self._plan.reduce(activation)
-                files = range(NUM_SNAPSHOTS, NUM_SNAPSHOTS + QUEUE_LENGTH)
-                if not self._send(content, files, ticket):
-                    full = "the controller is behind: its queue is full"
-                    self._reports.append(Answer(ticket, None, full))
-            except Exception as error:
-                self._decline(f"an evaluation cannot be sent there ({brief(error)})")
         if self._inline is not None:
-            self._inline.submit(ticket, batch, activation)
+            return self._inline.refresh(model, batch, state)
+        return state is None and not self._send(None, (model, batch))
 
-    def poll(self) -> list[Report]:
+    def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
+        """Send one evaluation; without room it is dropped, which `poll` reports."""
+        if self._inline is not None:
+            self._inline.submit(ticket, batch, training_BB)
+        elif reason := self._send(ticket, (batch, RandomState.current(), training_BB)):
+            self._reports.append(Answer(ticket, None, reason))
+
+    def poll(self) -> list[Answer | Event]:
         """Return what happened since the last call; a process that fails is given up here."""
         if self._child is not None and (fault := self._receive(self._child)):
-            self._decline(fault)
+            self._give_up(fault)
         reports, self._reports = self._reports, []
         return reports + (self._inline.poll() if self._inline else [])
 
-    def close(self) -> list[Report]:
+    def close(self) -> list[Answer | Event]:
         """End the process and give back the memory; evaluations under way are lost."""
-        reason = "the run ended before the controller came to it"
-        tickets = [message.ticket for message in self._unanswered if message.ticket]
-        self._reports += [Answer(ticket, None, reason) for ticket in tickets]
-        self._go_on(self._inline)
+        self._end("the run ended before the controller process came to it")
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing while the process has the reference: a resumed run begins with another."""
         return self._inline.state_dict() if self._inline else {}
 
-    def _send(self, content: Any, files: range, ticket: Ticket | None = None) -> bool:
-        """Copy something into one of the files, and tell the process; False if all are in use."""
-        used = {message.file for message in (*self._unanswered, self._snapshot) if message}
+    def _send(self, ticket: Ticket | None, content: Any) -> str:
+        """Have something done in the process; return why it will not be, "" where it will."""
+        used = {file for file, _ in self._unanswered}
+        files = self._files[:1] if ticket is None else self._files[1:-1]
         file = next((file for file in files if file not in used), None)
         if file is None:
-            return False
-        pack(content, self._files[file])
-        if not self._unanswered:
-            start_s = 0.0 if self._child else START_S
-            self._deadline_s = time.monotonic() + start_s + self._timeout_s
-        if self._child is None:
-            self._start()
-        self._unanswered.append(Message(file, ticket))
+            return "the controller is behind: its queue is full"
+        try:
+            pack(content, file)
+            if not self._unanswered:
+                start_s = 0.0 if self._child else START_S
+                self._deadline_s = time.monotonic() + start_s + self._timeout_s
+            if self._child is None:
+                self._child = self._start()
+        except Exception as error:
+            what = "the model" if ticket is None else "an evaluation"
+            reason = f"{what} cannot be sent there ({brief(error)})"
+            self._give_up(reason)
+            return reason
+        self._unanswered.append((file, ticket))
         with contextlib.suppress(OSError):  # it died, which `poll` finds
             self._pipe.send(self._unanswered[-1])
-        return True
+        return ""
 
-    def _start(self) -> None:
-        """Start a fresh interpreter that runs `egeria.controller.worker.main`.
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start a fresh interpreter that runs `main`.
 
-        By its own command line and not by `multiprocessing`, which would run the user's script
-        again: a script without `__main__` guard and a notebook need nothing. It has a process group
-        of its own, so that Ctrl-C is for the training alone, and that the system wakes it up if the
-        training ends while it is stopped.
+        `multiprocessing` would run the user's script again. A process group of its own keeps Ctrl-C
+        away from it, and has the system wake it up if the training ends while it is stopped.
         """
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             program = (
                 f"import os, sys; os.setpgid(0, 0); sys.path[:] = {[*map(os.fspath, sys.path)]!r}; "
-                f"from egeria.controller.worker import main; main({theirs.fileno()}, {os.getpid()})"
+                f"from {__name__} import main; main({theirs.fileno()}, {os.getpid()})"
             )
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 [sys.executable, "-c", program],
                 pass_fds=[theirs.fileno(), *self._files],
                 env={**os.environ, **ENVIRONMENT},
@@ -165,10 +151,11 @@ class ProcessController(Controller):
                 stdout=subprocess.DEVNULL,
                 stderr=self._files[-1],
             )
-        self._held.callback(_end, self._child, self._pipe, os.getpid())
+        self._held.callback(_kill, child, self._pipe, os.getpid())
         numbers = torch.get_default_dtype(), torch.get_float32_matmul_precision()
         waits = self._load_limit, self._timeout_s / PATIENT_SHARE
-        self._pipe.send((self._plan, self._files, waits, *numbers))
+        self._pipe.send((self._settings, waits, *numbers))
+        return child
 
     def _receive(self, child: subprocess.Popen[bytes]) -> str:
         """Take the answers that have come; return why no more will come, "" where they will."""
@@ -178,43 +165,34 @@ class ProcessController(Controller):
                 if isinstance(outcome, str):
                     return f"it refuses: {outcome}"
                 self._reports += outcome
-                message = self._unanswered.popleft()
-                self._snapshot = self._snapshot if message.ticket else message
+                self._unanswered.popleft()
                 self._deadline_s = time.monotonic() + self._timeout_s
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(END_S)
-            lines = os.pread(self._files[-1], 2**20, 0).decode(errors="replace").split("\n")
-            last = next((f": {line[:300]}" for line in reversed(lines) if line.strip()), "")
-            return f"it died (status {child.returncode}{last})"
+            said = os.pread(self._files[-1], 2**20, 0).decode(errors="replace").strip()
+            last = said.rpartition("\n")[2][:300]
+            return f"it died (status {child.returncode}{last and f': {last}'})"
         is_late = self._unanswered and time.monotonic() > self._deadline_s
         return f"it gave no answer for over {self._timeout_s:g} s" if is_late else ""
 
-    def _decline(self, reason: str) -> None:
-        """Go on in this process, with what the other one has not answered."""
+    def _give_up(self, reason: str) -> None:
+        """Go on in this process, from the next refresh on."""
+        self._inline = InlineController(*self._settings)
+        self._end("the controller process was given up")
         what = "evaluating in a process of its own"
         reason = f"{reason.rstrip('.')}; evaluations are made in the training process from here on"
         self._reports.append(Declined(step=0, what=what, reason=reason))
-        inline, before = InlineController(self._plan), RandomState.current()
-        if self._child is not None:  # it must not read a file at the same time
-            _end(self._child, self._pipe, os.getpid())
-        try:
-            if self._snapshot is not None:
-                handle(inline, self._files, self._snapshot)  # reported when the process took it
-            for message in self._unanswered:
-                self._reports += handle(inline, self._files, message)
-        finally:
-            before.set()
-        self._go_on(inline)
 
-    def _go_on(self, inline: InlineController | None) -> None:
-        """Go on in this process, or not at all."""
-        self._inline, self._child = inline, None
-        self._release()
+    def _end(self, reason: str) -> None:
+        """End the process and give back the memory; evaluations under way are lost."""
+        self._reports += [Answer(ticket, None, reason) for _, ticket in self._unanswered if ticket]
         self._unanswered.clear()
+        self._child = None
+        self._release()
 
 
-def _end(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
+def _kill(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
     """Kill the process, which holds nothing that could be lost."""
     if os.getpid() != owner:
         return  # a forked data worker has inherited this object, not the child
@@ -224,56 +202,123 @@ def _end(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
         child.wait(END_S)
 
 
-class ControllerChoice(NamedTuple):
-    """Which controller it is, 'process' or 'inline'; where the reference runs; and why."""
-
-    kind: str
-    device: str  # 'cpu', or such as 'cuda:1'
-    reason: str
+# --- in the process ------------------------------------------------------------------------------
 
 
-def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:
-    """Choose a kind of controller.
+def main(descriptor: int, parent: int) -> None:
+    """Answer the messages of a pipe until its other end is closed, or the parent is gone."""
+    # A closed pipe is no sure sign of that: data workers forked from the training process hold its
+    # end open.
+    threading.Thread(target=_end_behind, args=(parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(5)  # 10 starved it: a first build took 19 s on a busy machine
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts a thread
+    pipe = Connection(descriptor)
+    try:
+        settings, (load_limit, patience_s), dtype, precision = pipe.recv()
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        controller = InlineController(*settings)
+        while True:
+            file, ticket = pipe.recv()
+            ends = time.monotonic() + patience_s
+            while load_limit < 1 and time.monotonic() < ends:
+                if psutil.cpu_percent(LOOK_EVERY_S) <= 100 * load_limit:
+                    break
+            pipe.send((_answer(controller, file, ticket), time.process_time()))
+    except (EOFError, OSError):
+        os._exit(0)  # at once: an interpreter with torch in it takes its time to shut down
 
-    Args:
-        kind: 'auto', 'process' or 'inline'; what is not 'auto' is taken.
-        device: 'auto', 'cpu' or 'cuda': where the reference runs.
-        model: the model in training.
-        loader: its loader, whose workers need cores too.
+
+def _end_behind(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_EVERY_S)
+    os._exit(0)
+
+
+def _answer(
+    controller: InlineController, file: int, ticket: Ticket | None
+) -> list[Answer | Event] | str:
+    """Take over a snapshot or make an evaluation; return what came of it, or why nothing did."""
+    try:
+        content = unpack(file)
+        if ticket is None:
+            controller.refresh(*content)
+        else:
+            batch, random_state, training_BB = content
+            random_state.set()  # as it was when the evaluation was asked for
+            controller.submit(ticket, batch, training_BB)
+    except (Exception, SystemExit) as error:  # a script that is imported for its classes may exit
+        return brief(error)
+    reports = controller.poll()
+    failures = [report.reason for report in reports if isinstance(report, Answer) and report.reason]
+    return failures[0] if failures else reports
+
+
+def pack(content: Any, file: int) -> None:
+    """Write an object to a file, in place of what is in it."""
+    with os.fdopen(file, "wb", closefd=False) as stream:
+        stream.seek(0)
+        torch.save(content, stream, _SENDING, pickle.HIGHEST_PROTOCOL)
+        stream.truncate()
+
+
+def unpack(file: int) -> Any:
+    """Return what was packed, with its tensors on the CPU."""
+    with os.fdopen(file, "rb", closefd=False) as stream:
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=False)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends modules without what only watches them: a reference runs without it."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if not isinstance(thing, nn.Module):
+            return super().reducer_override(thing)
+        try:
+            reduced: Any = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except RuntimeError:  # parametrized modules refuse, for the sake of files
+            reduced = copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
+        make, arguments, *rest = reduced
+        if rest and isinstance(rest[0], dict):
+            rest[0] = without_watchers(rest[0])
+        return (make, arguments, *rest)
+
+
+# What `torch.save` asks a module for pickling for.
+_SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
+
+
+# --- which controller it is ----------------------------------------------------------------------
+
+
+def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tuple[str, str, str]:
+    """Return the kind of controller, the device of the reference such as 'cuda:1', and why.
+
+    `kind` and `device` are the settings, which may be 'auto'. The threads of the training and the
+    workers of its loader need cores too.
     """
-    devices = (parameter.device for parameter in model.parameters())
-    accelerator = next((str(found) for found in devices if found.type == "cuda"), "")
-    spare = spare_cores(loader)
-    found = f"{usable_cores():g} cores can be used and {max(spare, 0):g} of them are spare"
-    if device == "cuda" and not accelerator:
-        found += "; reference.device is 'cuda', but the model is not on one"
-    is_beside = device == "cuda" or (device == "auto" and kind != "process" and spare < 1)
-    if accelerator and is_beside:
-        reason = f"the reference runs beside the training on its device; {found}"
-        return ControllerChoice("inline", accelerator, reason)
+    accelerator = next((str(p.device) for p in model.parameters() if p.device.type == "cuda"), "")
+    workers, ranks = getattr(loader, "num_workers", 0), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    busy = torch.get_num_threads() + (workers if isinstance(workers, int) else 0)
+    spare = usable_cores() - busy * (int(ranks) if ranks.isdigit() else 1)
+    place = f"training is on {accelerator or 'the CPU'}"
+    reason = f"{place}, and {max(spare, 0):g} of {usable_cores():g} cores are spare"
+    if accelerator and (device == "cuda" or (device == "auto" and kind != "process" and spare < 1)):
+        return "inline", accelerator, f"{reason}; the reference runs on the device of the training"
     if not hasattr(os, "memfd_create"):
-        return ControllerChoice("inline", "cpu", "the controller process needs Linux")
-    if kind != "auto":
-        return ControllerChoice(kind, "cpu", f"set in controller.kind; {found}")
-    if accelerator:
-        return ControllerChoice("process", "cpu", f"training is on an accelerator; {found}")
-    return ControllerChoice("inline", "cpu", f"training is on the CPU; {found}")
+        return "inline", "cpu", "the controller process needs Linux"
+    return {"auto": "process" if accelerator else "inline"}.get(kind, kind), "cpu", reason
 
 
-def spare_cores(loader: Any = None) -> float:
-    """Return how many cores neither training threads nor data workers of this job need."""
-    workers = getattr(loader, "num_workers", 0)
-    each = torch.get_num_threads() + (workers if isinstance(workers, int) else 0)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return usable_cores() - each * (int(ranks) if ranks.isdigit() else 1)
-
-
-def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+def usable_cores() -> float:
     """Return how many cores this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     try:
-        granted, _, period = quota.read_text(encoding="ascii").partition(" ")
-        return min(cores, int(granted) / int(period))
+        quota = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return min(cores, int(quota[0]) / int(quota[1]))
     except (OSError, ValueError):
         return cores

@@ -16,7 +16,7 @@ from egeria.errors import ConfigError, StateError
 from egeria.model.compile import is_compiled
 from egeria.policy import Maker
 from egeria.policy.plan import PLANNED
-from egeria.report.trackers import FOLDER, Tracker
+from egeria.report.trackers import Tracker
 from egeria.session import EgeriaWarning, Run
 from egeria.session.checks import choose_rule, length_of, read_config
 
@@ -30,7 +30,7 @@ except ImportError:
         raise ImportError(message) from error
 
 if TYPE_CHECKING:
-    from egeria.controller import Controller
+    from egeria.controller.inline import Controller
 
 # Callbacks that are not followed, by the name of their class or of a base.
 _DECLINED = {
@@ -210,19 +210,11 @@ def _total_steps(trainer: Any) -> int | None:
 
 def _tracker(trainer: Any, logger: Any) -> Tracker:
     """Return what logs to one logger, at once: through `self.log` it would be a metric."""
-    kinds = _kinds(logger)
 
     def log(values: Mapping[str, float], step: int) -> None:
         logger.log_metrics(dict(values), step=trainer.global_step)
 
-    def keep(folder: Path) -> None:
-        if "MLFlowLogger" in kinds:
-            logger.experiment.log_artifacts(logger.run_id, str(folder), FOLDER)
-        else:
-            logger.experiment.log_artifact(str(folder), name="egeria-report", type="report")
-
-    takes_files = not {"MLFlowLogger", "WandbLogger"}.isdisjoint(kinds)
-    return Tracker(name=kinds[0], log=log, keep=keep if takes_files else None)
+    return Tracker(name=_kinds(logger)[0], log=log)
 
 
 def _warn(text: str) -> None:

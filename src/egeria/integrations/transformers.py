@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,12 @@ from egeria.distributed.ranks import rank, together
 from egeria.errors import brief
 from egeria.journal import FILE_NAME, Recorder
 from egeria.policy import Maker
-from egeria.report.trackers import Tracker, find_trackers, scalars
+from egeria.report.trackers import scalars
 from egeria.session.checks import choose_rule, read_config
 
 STATE_FILE = "egeria.pt"  # the state of the run, inside each checkpoint
 DIRECTORY = "egeria"  # where the journal goes, inside `output_dir`
 MOST_DIRECTORIES = 1000
-TRACKERS = ("_wandb", "_ml_flow")
-"""Attributes of the trainer's own callbacks that hold trackers which take files."""
 
 
 class EgeriaCallback(TrainerCallback):
@@ -121,8 +118,6 @@ class EgeriaCallback(TrainerCallback):
         # A trial of a search has a folder of its own.
         output = Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None)))
         folder = output / DIRECTORY if self._directory is None else Path(self._directory)
-        callbacks = trainer.callback_handler.callbacks
-        held = [getattr(entry, name, None) for entry in callbacks for name in TRACKERS]
         attach = functools.partial(
             egeria.attach,
             trainer.model_wrapped,
@@ -130,7 +125,6 @@ class EgeriaCallback(TrainerCallback):
             trainer.callback_handler.train_dataloader,
             scheduler=trainer.lr_scheduler,
             config=self._config,
-            log_to=[_keeper(entry) for entry in held if entry is not None and self._logs],
         )
         if saved is not None:
             place = folder.with_name(saved["journal"])
@@ -210,11 +204,6 @@ def _save(run: egeria.Run, path: Path) -> None:
     unfinished = path.with_suffix(".part")
     torch.save({"journal": journal, "run": run.state_dict()}, unfinished)
     unfinished.replace(path)
-
-
-def _keeper(held: Any) -> Tracker:
-    """Return a tracker that takes the report alone: Trainer's own entries have the numbers."""
-    return replace(*find_trackers(held), log=lambda *_: None)
 
 
 def _unused(directory: Path) -> Path:

@@ -7,10 +7,7 @@ from pathlib import Path
 
 from egeria.journal import read_journal
 from egeria.report.summary import Summary
-from egeria.report.text import cautions, headline, verdict
-from egeria.report.wording import printable
-
-PAGE_NAME = "report.html"
+from egeria.report.text import cautions, headline, printable, verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,20 +36,15 @@ def report(directory: str | Path) -> Report:
     Raises:
         JournalError: there is no journal, or a newer version of egeria wrote it.
     """
+    # Drawing takes half a second to import: only those who ask for a report wait for it.
+    from egeria.report.page import render_page  # noqa: PLC0415
+
     journal = read_journal(directory)
-    path = journal.directory / PAGE_NAME
+    path = journal.directory / "report.html"
     summary = Summary.from_events(journal, path.parent, num_damaged=journal.num_damaged)
     try:
-        write_page(summary, path)
+        path.write_bytes(render_page(summary).encode("utf-8", errors="replace"))
     except OSError as error:
         message = f"{path} cannot be written: {error}. Copy the journal to a writable directory."
         return Report(summary=summary, path=None, message=message)
     return Report(summary=summary, path=path, message=f"page: {path}")
-
-
-def write_page(summary: Summary, path: Path) -> None:
-    """Write the page of a run."""
-    # Drawing takes half a second to import: only those who ask for a report wait for it.
-    from egeria.report.page import render_page  # noqa: PLC0415
-
-    path.write_bytes(render_page(summary).encode("utf-8", errors="replace"))

@@ -1,27 +1,51 @@
-"""The page: one HTML file that needs nothing but itself, from the template beside this module."""
+"""The page: one HTML file that needs nothing but itself, from the template beside this module.
+
+Its pictures are panels of curves over the steps, drawn by matplotlib.
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import matplotlib
 from jinja2 import Environment, PackageLoader
+from matplotlib.figure import Figure
 
-from egeria import events
+from egeria.events import Event, IntervalMeasured, PlanMade, PlasticityRead
+from egeria.moves import read_plan
 from egeria.report import text
-from egeria.report.pictures import draw_pictures
 from egeria.report.summary import Clock, Pace, Summary, ratio
-from egeria.report.wording import UNKNOWN, duration, mebibytes, number, percent
+from egeria.report.text import duration, mebibytes, number, percent
 
-MAX_EVENTS = 200
+# Kinds of events that the page draws or sums up instead.
 UNLISTED = ("run_started", "interval", "plasticity", "metric", "reading_dropped", "reference")
-"""Kinds of events that the page draws or sums up instead."""
+WIDTH_INCHES, HEIGHT_INCHES = 8.5, 1.8  # of a panel
+CAPTIONS = {
+    "Layers frozen": "How many front layer modules were frozen, and were to be by the plan.",
+    "Loss and metrics": "Mean loss of each interval, and what was logged.",
+    "Iteration time": "Median time of an iteration in each interval, without egeria's overhead.",
+    "Plasticity": "Readings of the frontmost active module (thin) and their running mean (thick).",
+}
+_STYLE: dict[Any, Any] = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "egeria", "font.size": 9.0, "axes.titlesize": 9.0},
+    **{"axes.grid": True, "grid.linewidth": 0.5, "legend.frameon": False},
+    "path.simplify_threshold": 1.0,  # in pixels, so that the page of a long run stays small
+}
+_STAIRS = {"drawstyle": "steps-post"}
 
 
 def render_page(summary: Summary) -> str:
     """Return the HTML of the report."""
     started, loader = summary.started, PackageLoader("egeria.report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
-    listed = [event for event in summary.events if event.kind not in UNLISTED]
     limits = {"total_steps": summary.total_steps, "unfreezing rule": started.rule}
     return environment.get_template("page.html.jinja").render(
         summary=summary,
@@ -29,14 +53,16 @@ def render_page(summary: Summary) -> str:
         verdict=text.verdict(summary),
         headline=text.headline(summary),
         cautions=text.cautions(summary),
-        pictures=draw_pictures(summary),
+        pictures=_pictures(summary),
         clocks=[_clock("wall", summary.wall), _clock("CPU", summary.cpu)],
         paces=[_pace(pace, summary) for pace in summary.paces],
-        events=list(map(_event, listed[:MAX_EVENTS])),
-        num_unlisted=max(0, len(listed) - MAX_EVENTS),
+        events=[_event(event) for event in summary.events if event.kind not in UNLISTED],
         modules=_modules(summary),
         settings={"run": limits, **started.config, "environment": started.environment},
     )
+
+
+# --- tables --------------------------------------------------------------------------------------
 
 
 def _clock(name: str, clock: Clock) -> tuple[str, ...]:
@@ -50,7 +76,7 @@ def _pace(pace: Pace, summary: Summary) -> tuple[str, ...]:
     wall = percent(ratio(pace.wall_s, summary.wall.unfrozen_iteration_s))
     cpu = percent(ratio(pace.cpu_s, summary.cpu.unfrozen_iteration_s))
     frozen, steps = str(pace.frozen or "nothing"), f"{pace.num_steps:,}"
-    memory = UNKNOWN if pace.memory_bytes is None else mebibytes(pace.memory_bytes)
+    memory = mebibytes(pace.memory_bytes)
     return frozen, steps, duration(pace.wall_s), wall, duration(pace.cpu_s), cpu, memory
 
 
@@ -64,10 +90,137 @@ def _modules(summary: Summary) -> list[tuple[str, ...]]:
     return rows
 
 
-def _event(event: events.Event) -> tuple[str, ...]:
+def _event(event: Event) -> tuple[str, ...]:
     """Return step, kind, what and why, as the event says it."""
     fields = dataclasses.asdict(event)
     step, why = fields.pop("step"), fields.pop("reason", "")
     values = {k: number(v) if isinstance(v, float) else v for k, v in fields.items()}
     what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
     return f"{step:,}", event.kind.replace("_", " "), what, why
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a panel; values that are missing or not finite leave gaps."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float | None]
+    style: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves that share their axes."""
+
+    title: str
+    curves: list[Curve]
+    top: float | None = None  # end of the y axis, which then begins at 0
+    is_log: bool = False
+
+
+def _pictures(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return title, caption and drawing of each picture that the journal has data for."""
+    made = (_depth_panels, _loss_panels, _pace_panels, _plasticity_panels)
+    found = [(*titles, make(summary)) for titles, make in zip(CAPTIONS.items(), made, strict=True)]
+    return [(title, caption, _draw(panels, summary)) for title, caption, panels in found if panels]
+
+
+def _depth_panels(summary: Summary) -> list[Panel]:
+    plan, deepest = summary.last(PlanMade), summary.started.deepest_freeze
+    moves = read_plan(plan.plan) if plan is not None else ()
+    if not moves and not any(point.frozen for point in summary.depths):
+        return []
+    points = [*summary.depths, summary.depths[-1]]
+    steps = [*(point.step for point in summary.depths), summary.step]
+    depths = [Curve("frozen", steps, [point.frozen for point in points], _STAIRS)]
+    if moves:
+        end = float(summary.total_steps or summary.step)
+        times = [0.0, *(move.step(summary.total_steps) for move in moves), end]
+        planned = [0, *(min(move.depth, deepest) for move in moves)]
+        style = {**_STAIRS, "linestyle": "--"}
+        depths.append(Curve("planned", times, [*planned, planned[-1]], style))
+    return [Panel("layer modules", depths, top=1.1 * len(summary.modules))]
+
+
+def _loss_panels(summary: Summary) -> list[Panel]:
+    intervals = summary.of(IntervalMeasured)
+    curves = [Curve(metric.name, metric.steps, metric.values) for metric in summary.metrics]
+    losses = [curve for curve in curves if "loss" in curve.label.lower()]
+    others = [curve for curve in curves if curve not in losses][: text.MAX_METRICS]
+    if intervals:
+        steps, rates = [e.step for e in intervals], [e.learning_rate for e in intervals]
+        losses.insert(0, Curve("training loss", steps, [e.loss for e in intervals]))
+        others.append(Curve("learning rate", steps, rates, _STAIRS))
+    panels = [Panel("loss", losses)] if losses else []
+    return panels + [Panel(curve.label, [curve]) for curve in others]
+
+
+def _pace_panels(summary: Summary) -> list[Panel]:
+    if not summary.intervals:
+        return []
+    steps = [interval.step for interval in summary.intervals]
+    times_ms = [1000 * interval.iteration_wall_s for interval in summary.intervals]
+    curves, usual_ms = [Curve("measured", steps, times_ms)], statistics.median(times_ms)
+    if summary.wall.unfrozen_iteration_s is not None:
+        unfrozen_ms = 1000 * summary.wall.unfrozen_iteration_s
+        ends, usual_ms = [summary.first_step, summary.step], max(usual_ms, unfrozen_ms)
+        curves.append(Curve("nothing frozen", ends, [unfrozen_ms] * 2, {"linestyle": "--"}))
+    # A slow first interval must not press all others flat.
+    return [Panel("wall time, ms", curves, top=2 * usual_ms)]
+
+
+def _plasticity_panels(summary: Summary) -> list[Panel]:
+    readings: dict[tuple[int, str], list[PlasticityRead]] = {}
+    for event in summary.of(PlasticityRead):
+        readings.setdefault((event.module, event.name), []).append(event)
+    curves = []
+    for (module, name), found in sorted(readings.items()):
+        steps = [each.step for each in found]
+        style = {"color": matplotlib.colormaps["plasma"](0.9 * module / len(summary.modules))}
+        thin = {**style, "linewidth": 0.8, "alpha": 0.5}
+        curves.append(Curve("", steps, [each.value for each in found], thin))
+        curves.append(Curve(f"{module} {name}", steps, [each.smoothed for each in found], style))
+    return [Panel("plasticity", curves, is_log=True)] if curves else []
+
+
+def _draw(panels: list[Panel], summary: Summary) -> str:
+    """Draw panels that share their x axis, top to bottom; return the SVG as a URL."""
+    size = WIDTH_INCHES, HEIGHT_INCHES * len(panels)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(len(panels), sharex=True, squeeze=False)
+        for panel, axes in zip(panels, grid[:, 0], strict=True):
+            _draw_panel(panel, axes, summary)
+        axes.set_xlim(summary.first_step - 0.5, summary.step + 0.5)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _draw_panel(panel: Panel, axes: Any, summary: Summary) -> None:
+    axes.set_title(_drawable(panel.title), loc="left")
+    for curve in panel.curves:
+        values = [e if e is not None and math.isfinite(e) else math.nan for e in curve.values]
+        marker = {"marker": "."} if len(values) == 1 else {}
+        axes.plot(curve.steps, values, label=_drawable(curve.label), **marker, **curve.style)
+    if panel.is_log:
+        axes.set_yscale("log", nonpositive="mask")
+    if panel.top is not None:
+        axes.set_ylim(0, panel.top)
+    for before, after in itertools.pairwise(summary.depths):
+        axes.axvline(
+            after.step, color="gray", linestyle=":" if after.frozen > before.frozen else "--"
+        )
+    if len(panel.curves) > 1:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _drawable(name: str) -> str:
+    """Return a name of the user's without letters that matplotlib may lack, or would interpret."""
+    return "".join(c if c.isascii() and c.isprintable() and c != "$" else "?" for c in name)[:40]

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from egeria import events
 from egeria import policy as policies
 from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed, RunStarted
@@ -79,18 +81,18 @@ class Metric:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where a run stands or ended; shares are between 0 and 1, and what is not known is None.
+    """Where a run stands or ended; shares are between 0 and 1, and what is not known is None."""
 
-    `stage` is 'bootstrapping' or 'knowledge-guided'.
-    """
-
-    directory: Path
-    processes: list[list[Event]]  # those that count, oldest first, by the process that wrote them
+    name: str  # of the directory
+    events: tuple[Event, ...]  # those that count, oldest first
+    processes: list[list[Event]]  # the same by the process that wrote them
     started: RunStarted
+    modules: tuple[str, ...]  # names of the layer modules, front to back; empty without a cut
+    total_steps: int | None  # optimizer steps of the whole run, as `attach` was given them
     step: int  # optimizer steps done, those before the journal's first step included
     first_step: int  # where the journal begins: 0, or where a run went on in a new directory
     closed: bool  # False while it goes on, or after a crash
-    stage: str
+    stage: str  # 'bootstrapping' or 'knowledge-guided'
     num_resumed: int
     num_earlier_runs: int  # in the same directory; they are left out
     num_damaged: int  # lines of the journal that could not be read
@@ -111,28 +113,26 @@ class Summary:
         same directory. `step` and `started` are known of a run that goes on.
         """
         processes, num_earlier_runs = _course(found)
-        kept = [event for process in processes for event in process]
+        kept = tuple(itertools.chain(*processes))
         started = next((e for e in reversed(kept) if isinstance(e, RunStarted)), started)
         begin = next((e for e in kept if isinstance(e, (Resumed, IntervalMeasured))), None)
-        first_stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
-        stages = [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
+        stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
+        stages += [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
         return cls(
-            directory=directory or Path(),
+            name=(directory or Path()).resolve().name,
+            events=kept,
             processes=processes,
             started=started,
+            modules=tuple(module["name"] for module in started.modules),
+            total_steps=started.total_steps,
             step=max([step, *(event.step for event in kept)]),
             first_step=begin.step if isinstance(begin, Resumed) else 0,
             closed=any(isinstance(event, RunClosed) for event in (processes or [[]])[-1]),
-            stage=(first_stages + stages)[-1],
+            stage=stages[-1],
             num_resumed=len(processes) - 1,
             num_earlier_runs=num_earlier_runs,
             num_damaged=num_damaged,
         )
-
-    @cached_property
-    def events(self) -> tuple[Event, ...]:
-        """The events that count, oldest first."""
-        return tuple(itertools.chain(*self.processes))
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind."""
@@ -143,25 +143,10 @@ class Summary:
         return next(reversed(self.of(kind)), None)
 
     @property
-    def name(self) -> str:
-        """Of the directory."""
-        return self.directory.resolve().name
-
-    @property
     def title(self) -> str:
         """What was trained on what; the name of the directory where the journal does not say."""
         model, data = (self.started.environment.get(name) for name in ("model", "data"))
         return f"{model} on {data}" if model and data else str(model or self.name)
-
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, as `attach` was given them."""
-        return self.started.total_steps
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the layer modules, front to back; empty where the model is not cut."""
-        return tuple(entry["name"] for entry in self.started.modules)
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
@@ -173,32 +158,23 @@ class Summary:
         return tuple(Metric(name, *zip(*points, strict=True)) for name, points in found.items())
 
     @cached_property
-    def changes(self) -> tuple[tuple[int, int, int], ...]:
-        """Step, and frozen modules before and after, of each change of depth."""
-        found, depth = [], 0
+    def depths(self) -> tuple[DepthPoint, ...]:
+        """How deep the run was frozen from when on, one point for each change."""
+        course, depth = {self.first_step: 0}, 0  # by step
         for event in self.events:
-            is_end = isinstance(event, Declined) and event.what == "freezing"  # for good
+            after, is_end = depth, isinstance(event, Declined) and event.what == "freezing"
             if isinstance(event, (events.ModuleFrozen, Resumed)):
                 after = event.frozen
             elif isinstance(event, events.Thawed) or is_end:
                 after = 0
-            else:
-                continue
             if after != depth:
-                found.append((event.step, depth, after))
-                depth = after
-        return tuple(found)
-
-    @cached_property
-    def depths(self) -> tuple[DepthPoint, ...]:
-        """How deep the run was frozen from when on, one point for each change."""
-        course = {self.first_step: 0} | {step: after for step, _, after in self.changes}
-        points = sorted(course.items())
-        ends = [*(step for step, _ in points[1:]), self.step]
-        shares, skipped = self._parameter_shares(), self._skipped_shares()
+                depth = course[event.step] = after
+        ends = [*list(course)[1:], self.step]
+        shares = {0: 0.0} | {e.frozen: e.parameter_share for e in self.of(events.ModuleFrozen)}
+        skipped = self._skipped_shares()
         return tuple(
             DepthPoint(step, depth, max(end - step, 0), shares.get(depth), skipped.get(depth))
-            for (step, depth), end in zip(points, ends, strict=True)
+            for (step, depth), end in zip(course.items(), ends, strict=True)
         )
 
     @property
@@ -231,14 +207,6 @@ class Summary:
             return None
         return ratio(math.fsum(share * n for share, n in points), sum(n for _, n in points))
 
-    def _parameter_shares(self) -> dict[int, float]:
-        """Return the share of the parameters that is frozen at each depth."""
-        sums = list(itertools.accumulate(entry["num_trainable"] for entry in self.started.modules))
-        shares = {depth: part / sums[-1] for depth, part in enumerate(sums, 1)} if any(sums) else {}
-        # The session also counts what belongs to no layer module.
-        measured = {event.frozen: event.parameter_share for event in self.of(events.ModuleFrozen)}
-        return {0: 0.0} | shares | measured
-
     def _skipped_shares(self) -> dict[int, float]:
         """Return the share of an iteration that goes with the backward pass of what is frozen."""
         modules = self.started.modules
@@ -262,11 +230,12 @@ class Summary:
         found = []
         for frozen in sorted({interval.frozen for interval in self.intervals}):
             group = [interval for interval in self.intervals if interval.frozen == frozen]
-            wall_s = _median((each.iteration_wall_s, each.num_steps) for each in group)
-            cpu_s = _median((each.iteration_cpu_s, each.num_steps) for each in group)
-            most = max((each.memory_bytes or 0 for each in group), default=0)
-            num_steps = sum(each.num_steps for each in group)
-            found.append(Pace(frozen, num_steps, wall_s, cpu_s, most or None))
+            times = [(each.iteration_wall_s, each.iteration_cpu_s) for each in group]
+            # Each interval counts as often as it has steps.
+            num_steps = [each.num_steps for each in group]
+            wall_s, cpu_s = map(float, np.median(np.repeat(times, num_steps, axis=0), axis=0))
+            most = max(each.memory_bytes or 0 for each in group)
+            found.append(Pace(frozen, sum(num_steps), wall_s, cpu_s, most or None))
         return tuple(found)
 
     @cached_property
@@ -356,24 +325,13 @@ def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
 
 def _overhead(process: Sequence[Event], name: str) -> float:
     """Return what egeria cost one process so far, by the clock of that name."""
-    found = [event for event in process if isinstance(event, (IntervalMeasured, RunClosed))]
-    if not found:
+    counts = [event for event in process if isinstance(event, (IntervalMeasured, RunClosed))]
+    if not counts:
         return 0.0
-    cost_s = float(getattr(found[-1], f"overhead_{name}"))
+    cost_s = float(getattr(counts[-1], f"overhead_{name}"))
     if name == "wall_s":  # the controller process runs in parallel
         return cost_s
-    if isinstance(found[-1], RunClosed):
-        return cost_s + found[-1].controller_cpu_s
+    if isinstance(counts[-1], RunClosed):
+        return cost_s + counts[-1].controller_cpu_s
     kinds = (events.PlasticityRead, events.ReferenceRefreshed)
     return cost_s + sum(event.controller_cpu_s for event in process if isinstance(event, kinds))
-
-
-def _median(paces: Iterable[tuple[float, int]]) -> float:
-    """Return the median of the paces of intervals, each counted as often as it has steps."""
-    ordered = sorted(paces)
-    left = sum(num_steps for _, num_steps in ordered) / 2
-    for (pace, num_steps), (next_pace, _) in itertools.pairwise(ordered):
-        left -= num_steps
-        if left <= 0:
-            return pace if left else (pace + next_pace) / 2
-    return ordered[-1][0]

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from egeria import events
 from egeria.policy import BOOTSTRAPPING
 from egeria.report.summary import FEW_STEPS, UNKNOWN_START, Clock, Summary, ratio
-from egeria.report.wording import duration, mebibytes, number, percent, plural
 
 MAX_METRICS = 4
-SHORT_SHARE = 0.75
-"""Share of `total_steps` that a run must have had, or the report asks whether they were right."""
-EARLY_SHARE = 0.1
-"""Share of the run at its beginning in which iterations are slow: memory and kernels are found."""
+SHORT_SHARE = 0.75  # of `total_steps`; of a shorter run the report asks whether they were right
+EARLY_SHARE = 0.1  # of the run, in which iterations are slow: memory and kernels are found
+UNKNOWN = "\N{EN DASH}"
+_MINUS = "\N{MINUS SIGN}"
+_SPACE = "\N{NO-BREAK SPACE}"
+# Limit in seconds, factor and name of each unit of time.
+_UNITS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
+
+
+def percent(share: float | None, *, signed: bool = False) -> str:
+    """Write a share as a percentage; a dash where it is not known."""
+    if share is None or not math.isfinite(share):
+        return UNKNOWN
+    return f"{100 * share:{'+' if signed else ''}.1f}{_SPACE}%".replace("-", _MINUS)
+
+
+def duration(seconds: float | None) -> str:
+    """Write seconds in the unit that reads best."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    for limit, factor, unit in _UNITS:
+        if abs(seconds) < limit:
+            return f"{seconds * factor:.3g}{_SPACE}{unit}".replace("-", _MINUS)
+    return f"{seconds / 3600:,.1f}{_SPACE}h".replace("-", _MINUS)
+
+
+def number(value: float | None) -> str:
+    """Write a number with four significant digits."""
+    return UNKNOWN if value is None else f"{value:.4g}".replace("-", _MINUS)
+
+
+def mebibytes(num_bytes: float | None) -> str:
+    """Write an amount of memory."""
+    return UNKNOWN if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def plural(amount: int, singular: str) -> str:
+    """Write an amount of things."""
+    return f"{amount:,} {singular}{'' if amount == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """Replace what could steer a terminal; names and reasons come from anywhere."""
+    return "".join(c if c.isprintable() else "�" for c in text.replace(_SPACE, " "))
 
 
 def progress(summary: Summary) -> str:
@@ -26,20 +66,22 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
     """Return the numbers that come first, each under its name."""
     frozen = f"{summary.frozen}{f' of {len(summary.modules)} modules' if summary.modules else ''}"
     share, mean = percent(summary.parameter_share), percent(summary.mean_parameter_share)
-    skipped = percent(summary.skipped_share)
-    when = "at the end" if summary.closed else "now"
+    mean += f" of parameters frozen, {percent(summary.skipped_share)} of compute skipped"
     rows = [
         ("progress", progress(summary)),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
-        (f"frozen {when}", f"{frozen} ({share} of parameters)"),
-        ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
+        (
+            f"frozen {'at the end' if summary.closed else 'now'}",
+            f"{frozen} ({share} of parameters)",
+        ),
+        ("mean over the run", mean),
     ]
-    known = {pace.frozen: pace.memory_bytes for pace in summary.paces if pace.memory_bytes}
-    if len(known) > 1:
-        most = [f"{mebibytes(known[depth])} with {depth or 'nothing'} frozen" for depth in known]
-        rows.append(("most memory", ", ".join(most)))
+    most = {pace.frozen: pace.memory_bytes for pace in summary.paces if pace.memory_bytes}
+    if len(most) > 1:
+        found = (f"{mebibytes(most[depth])} with {depth or 'nothing'} frozen" for depth in most)
+        rows.append(("most memory", ", ".join(found)))
     used = {event.generation: event for event in summary.of(events.CacheUsed)}.values()
     if used:  # the last word on each generation counts
         hits, misses = (sum(getattr(event, name) for event in used) for name in ("hits", "misses"))
@@ -56,8 +98,8 @@ def _saved(clock: Clock) -> str:
 
 def verdict(summary: Summary) -> str:
     """Return in a sentence or two what freezing saved, or why nothing froze."""
-    wall, cpu, reason = summary.wall, summary.cpu, why_nothing_froze(summary)
-    if reason:
+    wall, cpu = summary.wall, summary.cpu
+    if reason := why_nothing_froze(summary):
         return reason
     if wall.saved_s is None:
         return "The time saved is not known: no interval ran with nothing frozen."
@@ -71,7 +113,7 @@ def verdict(summary: Summary) -> str:
 
 def why_nothing_froze(summary: Summary) -> str:
     """Return what the journal says of it, as a sentence; empty where the run did freeze."""
-    if any(after for _, _, after in summary.changes):
+    if any(point.frozen for point in summary.depths):
         return ""
     if summary.started is UNKNOWN_START:
         return "The journal does not say how the run began: its first lines are missing or damaged."
@@ -112,33 +154,21 @@ def cautions(summary: Summary) -> list[str]:
 def _doubts(summary: Summary) -> list[tuple[object, str]]:
     """Return what may be wrong with the numbers, each with whether it is."""
     step, total = summary.step, summary.total_steps or 0
+    is_short = summary.closed and step < SHORT_SHARE * total
     is_estimate = summary.time_saved_s is not None and not why_nothing_froze(summary)
+    is_rough = is_estimate and summary.num_unfrozen < FEW_STEPS
     last_unfrozen = max((e.step for e in summary.intervals if not e.frozen), default=0)
-    first_step, earlier = f"{summary.first_step:,}", plural(summary.num_earlier_runs, "earlier run")
+    is_early = is_estimate and last_unfrozen <= EARLY_SHARE * (total or step)
+    ended = f"The run ended after {step:,} of the {total:,} steps of total_steps"
+    begins, earlier = f"{summary.first_step:,}", plural(summary.num_earlier_runs, "earlier run")
     damaged, unfrozen = plural(summary.num_damaged, "line"), plural(summary.num_unfrozen, "step")
     return [
-        (
-            summary.closed and step < SHORT_SHARE * total,
-            f"The run ended after {step:,} of the {total:,} steps of total_steps. Unless it was "
-            "stopped early: total_steps counts steps of the optimizer, not batches.",
-        ),
+        (is_short, f"{ended}, which counts steps of the optimizer and not batches."),
         (not summary.closed, f"The run was not closed: the numbers stand as of step {step:,}."),
-        (
-            summary.first_step,
-            f"The journal begins at step {first_step}, where the run was resumed; what came before "
-            "stands in another directory and is not counted.",
-        ),
+        (summary.first_step, f"The journal begins at step {begins}; another has what came before."),
         (summary.num_resumed, f"The run was resumed {plural(summary.num_resumed, 'time')}."),
         (summary.num_earlier_runs, f"The directory also holds {earlier}, left out here."),
         (summary.num_damaged, f"{damaged} of the journal could not be read."),
-        (
-            is_estimate and summary.num_unfrozen < FEW_STEPS,
-            f"Only {unfrozen} ran with nothing frozen: what they would have taken is computed from "
-            "the sizes of the layer modules, so that the time saved is a rough estimate.",
-        ),
-        (
-            is_estimate and last_unfrozen <= EARLY_SHARE * (total or step),
-            "The time saved is probably a little less: nothing was frozen only in the first "
-            f"{EARLY_SHARE:.0%} of the run, and the first iterations are the slow ones.",
-        ),
+        (is_rough, f"Only {unfrozen} ran unfrozen: what they take is computed from module sizes."),
+        (is_early, "A little less was saved: only the first steps, the slow ones, ran unfrozen."),
     ]

@@ -70,8 +70,8 @@ def attach(
         policy: the name of a policy, before `config`'s; or an `egeria.policy.Maker` of your own.
         plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
             half of the steps on one, from three quarters on two; short for `policy.plan`.
-        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
-            a callable `(values, step)`, or a list of these: gets the run's numbers and the report.
+        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow`, a callable
+            `(values, step)`, or a list of these: gets the run's numbers.
 
     Returns:
         The run: call `run.step(loss)` once after each optimizer step.
@@ -299,7 +299,7 @@ def _release(session: Session, recorder: Recorder) -> None:
 if TYPE_CHECKING:  # it takes half a second to import
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from egeria.controller import Controller
+    from egeria.controller.inline import Controller
 
 
 class Packed:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 
 from egeria import events
 from egeria.errors import JournalError
 from egeria.journal import Recorder, read_journal
-from egeria.report.build import PAGE_NAME, write_page
 from egeria.report.summary import Summary
-from egeria.report.text import progress
+from egeria.report.text import duration, plural, printable, progress
 from egeria.report.trackers import Tracker, scalars
-from egeria.report.wording import duration, plural, printable
 
 logger = logging.getLogger("egeria")
 LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
@@ -60,12 +54,9 @@ class Showing:
             )
 
     def close(self) -> None:
-        """Log the last numbers, and give the report to the trackers that take files."""
+        """Log the last numbers."""
         if self._logged_step < self._recorder.step:
             self._log()
-        if self._recorder.directory is not None:
-            for tracker in [each for each in self._trackers if each.keep]:
-                self._send(tracker, partial(_keep, self._recorder.directory))
 
     def _take_in(self, event: events.Event) -> None:
         if not isinstance(event, events.MetricLogged):  # there may be one for each step
@@ -94,26 +85,13 @@ class Showing:
         step = self._logged_step = self._recorder.step
         self._has_news = False
         for tracker in list(self._trackers):
-            self._send(tracker, lambda to: to.log(scalars(self.summary()), step))
-
-    def _send(self, tracker: Tracker, action: Callable[[Tracker], object]) -> None:
-        """Do something with a tracker; one that raises gets nothing more."""
-        try:
-            action(tracker)
-        except Exception as error:
-            self._trackers.remove(tracker)
-            failed = f"{tracker.name} could not be logged to ({type(error).__name__}: {error})"
-            message = f"egeria: {failed}. Nothing more is sent to it; training continues."
-            self._recorder.warn(f"tracker {id(tracker)}", message)
-
-
-def _keep(directory: Path, tracker: Tracker) -> None:
-    """Give the report of a run to a tracker that takes files."""
-    with tempfile.TemporaryDirectory(prefix="egeria-report-") as folder:
-        summary = Summary.from_events(read_journal(directory), directory)
-        write_page(summary, Path(folder) / PAGE_NAME)
-        if tracker.keep is not None:
-            tracker.keep(Path(folder))
+            try:
+                tracker.log(scalars(self.summary()), step)
+            except Exception as error:  # it gets nothing more
+                self._trackers.remove(tracker)
+                failed = f"{tracker.name} could not be logged to ({type(error).__name__}: {error})"
+                message = f"egeria: {failed}. Nothing more is sent to it; training continues."
+                self._recorder.warn(f"tracker {id(tracker)}", message)
 
 
 def in_a_line(summary: Summary) -> str:
