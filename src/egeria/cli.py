@@ -29,7 +29,9 @@ from egeria.config import ModulesConfig, check
 from egeria.controller.process import choose
 from egeria.errors import ConfigError, EgeriaError, brief
 from egeria.model.cut import LayerModule, make_modules
+from egeria.model.group import find_pieces
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
+from egeria.model.watch import Watch
 from egeria.moves import wrong_plan
 from egeria.report.text import percent
 
@@ -61,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
     verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
     verb.set_defaults(run=_modules)
-    verb.add_argument("model", help="package.module:callable that returns the model")
+    verb.add_argument(
+        "model", help="package.module:callable: the model, or (model, example arguments)"
+    )
     verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes one")
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
     verb.set_defaults(run=_report)
@@ -112,15 +116,33 @@ def _arguments(path: str) -> dict[str, Any]:
 
 def _modules(arguments: argparse.Namespace, console: Console) -> int:
     """Build the model, cut it, print the layer modules."""
-    model = _call_named(arguments.model, "model", "a model")
+    made, pattern = _call_named(arguments.model, "model", "a model"), arguments.pattern
+    model, *example = made if isinstance(made, tuple) and len(made) == 2 else (made,)
     if not isinstance(model, nn.Module):
         what, found = f"{arguments.model} must return a torch.nn.Module", type(model).__name__
-        raise ConfigError(f"{what}, found {found}. Return the model.")
-    settings = asdict(ModulesConfig(pattern=arguments.pattern))
+        raise ConfigError(f"{what}, or (model, example), found {found}. Return one of these.")
+    watch = _watch(arguments.model, model, example[0], pattern) if example else None
+    settings = asdict(ModulesConfig(pattern=pattern))
     settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
-    console.print(_cut_table(model, make_modules(model, **settings)))
-    console.print("In definition order; a run takes the order of its first step.")
+    console.print(_cut_table(model, make_modules(model, watch=watch, **settings)))
+    order = "In definition order; a run takes the order of its first step."
+    console.print("In execution order." if watch else order)
     return 0
+
+
+def _watch(path: str, model: nn.Module, example: Any, pattern: str | None) -> Watch:
+    """Return what a forward pass with the example arguments showed."""
+    watch = Watch(model, find_pieces(model, pattern))
+    args = example if isinstance(example, (tuple, list)) else (example,)
+    watch.open()
+    try:
+        model(**example) if isinstance(example, Mapping) else model(*args)
+    except Exception as error:
+        what = f"The model of {path} must take its example arguments"
+        raise ConfigError(f"{what}; {brief(error)}. Return those that it accepts.") from error
+    finally:
+        watch.close()
+    return watch
 
 
 def _call_named(path: str, what: str, returns: str) -> Any:
