@@ -5,32 +5,20 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from egeria import policy as policies
 from egeria.cache import Cache, ShardSampler
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import exchange, world_size
 from egeria.errors import ConfigError
 from egeria.events import PlanMade, RunStarted
-from egeria.model.cut import Cut, LayerModule
+from egeria.model.cut import Cut
 from egeria.moves import resolve
-from egeria.policy import (
-    BOOTSTRAPPING,
-    PLANNED,
-    Depth,
-    Interval,
-    Plan,
-    PlanPolicy,
-    Policy,
-    Status,
-    Wants,
-    find_maker,
-    find_plan,
-)
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
 from egeria.session.checks import length_of
@@ -47,8 +35,8 @@ class Parts:
 
     training: Training
     cut: Cut
-    plan: Plan | None
-    policy: Policy
+    plan: policies.Plan | None
+    policy: policies.Policy
     applier: Applier
     evaluation: Evaluation | None = None  # None where the policy reads no plasticity
 
@@ -65,20 +53,21 @@ class Parts:
         plan, reason, step = str(self.plan), self.plan.reason, recorder.step
         recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
 
-    def ask(self, interval: Interval) -> Depth | None:
+    def ask(self, interval: policies.Interval) -> policies.Depth | None:
         """Return the policy's answer in plain values; TypeError if the depth is no whole number."""
         answer = self.policy.observe(interval)
-        return answer and Depth(operator.index(answer.frozen), str(answer.reason))
+        return answer and policies.Depth(operator.index(answer.frozen), str(answer.reason))
 
     def due(self, asked: int) -> float:
         """Return the next step at which there is something to do, `asked` being the last one."""
         step = self.policy.wants.next_step(asked)
         return step if self.evaluation is None else min(step, self.evaluation.due)
 
-    def prepare(self, clock: Clock, status: Status) -> None:
+    def prepare(self, clock: Clock, status: policies.Status) -> None:
         """Prepare the next evaluation, if there is to be one."""
         wanted = self.policy.wants.plasticity_of
-        if self.evaluation is None and (wanted is not None or status.stage == BOOTSTRAPPING):
+        is_coming = wanted is not None or status.stage == policies.BOOTSTRAPPING
+        if self.evaluation is None and is_coming:
             self.evaluation = self._make_evaluation(clock)
         if self.evaluation is not None:
             self.evaluation.prepare(wanted)
@@ -119,7 +108,7 @@ def make_parts(
 ) -> Parts:
     """Make the parts of a run, or of a resumed one by its saved state; nothing is frozen yet."""
     names, settings = tuple(module.name for module in cut.modules), training.config.policy
-    if engine is not None and settings.name in PLANNED:
+    if engine is not None and settings.name in policies.PLANNED:
         settings = replace(settings, plan=engine["policy"]["plan"])
     elif settings.plan is not None:
         known = [f"{name}." for name, _ in training.model.named_modules()]
@@ -128,25 +117,25 @@ def make_parts(
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
     facts = facts_of(training.model, training.optimizers)
     pretrained, total_steps = training.is_pretrained, training.total_steps
-    plan = find_plan(settings, names, total_steps, pretrained=pretrained, **facts)
+    plan = policies.find_plan(settings, names, total_steps, pretrained=pretrained, **facts)
     if plan is not None:
         settings = replace(settings, plan=str(plan))
     applier = Applier(training, cut, wrapper)
-    policy = find_maker(replace(training.config, policy=settings))(
+    policy = policies.find_maker(replace(training.config, policy=settings))(
         modules=names,
         trainable=cut.trainable,
         deepest=applier.deepest,
         total_steps=total_steps,
         lr_rule=training.rule,
     )
-    if not isinstance(policy, Policy):
+    if not isinstance(policy, policies.Policy):
         raise ConfigError(
             "policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
             f"{type(policy).__name__}. Give that the attributes and methods of the protocol."
         )
     if engine is not None:
         policy.load_state_dict(engine["policy"])
-        if plan is not None and isinstance(policy, PlanPolicy):
+        if plan is not None and isinstance(policy, policies.PlanPolicy):
             plan = replace(policy.plan, modules=names, reason=engine["plan_reason"] or plan.reason)
     return Parts(training=training, cut=cut, plan=plan, policy=policy, applier=applier)
 
@@ -197,27 +186,26 @@ def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cac
 
 
 def follow_depth(
-    cache: Cache, training: Training, frozen: Sequence[LayerModule], epochs: float | None
+    cache: Cache, parts: Parts, clock: Clock, window: int, epoch_steps: int | None
 ) -> None:
     """Move the boundary of the cache behind the frozen layer modules, which have changed.
 
-    `epochs` says for how long it stays there; None where that is not known.
+    Args:
+        cache: of the run.
+        parts: of the run.
+        clock: of the run.
+        window: of the policy, in evaluations.
+        epoch_steps: optimizer steps of an epoch; None where that is not known.
     """
-    if frozen and (reason := _reason_to_compute(training)):
+    frozen, wants = parts.cut.modules[: parts.applier.depth], parts.policy.wants
+    if frozen and (reason := _reason_to_compute(parts.training)):
         cache.refuse(frozen[-1].name, reason)
-    else:
-        cache.follow(tuple(frozen), epochs)
-
-
-def epochs_until_move(
-    clock: Clock, wants: Wants, status: Status, epoch_steps: int | None
-) -> float | None:
-    """Return for how many epochs a boundary stays; None where that is not known."""
+        return
     moves = wants.next_step(clock.step)
     if wants.interval_steps is not None and wants.plasticity_of is not None:
-        moves = clock.step + (2 * max(1, status.window) - 1) * clock.interval_steps
+        moves = clock.step + (2 * max(1, window) - 1) * clock.interval_steps
     steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
-    return steps / epoch_steps if epoch_steps and steps < math.inf else None
+    cache.follow(frozen, steps / epoch_steps if epoch_steps and steps < math.inf else None)
 
 
 def _reason_to_compute(training: Training) -> str:

@@ -24,17 +24,10 @@ from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.events import DepthRefused, IntervalMeasured, StageChanged
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
-from egeria.policy import Interval, Plan, Reading, Status, Wants, first_stage
+from egeria.policy import Interval, Plan, Reading, Status, first_stage
 from egeria.random_state import accelerators_of
 from egeria.session.clock import NO_STEP, NO_STEPS, Clock, Seconds, Steps, combine
-from egeria.session.parts import (
-    Parts,
-    epochs_until_move,
-    follow_depth,
-    make_cache,
-    make_parts,
-    run_started,
-)
+from egeria.session.parts import Parts, follow_depth, make_cache, make_parts, run_started
 from egeria.session.training import FreezingEndedError, Training, begin_watch
 
 if TYPE_CHECKING:
@@ -185,7 +178,7 @@ class Session:
         if self.parts is parts:
             parts.prepare(self.clock, self.status)
             if self.frozen != before:
-                self._follow_boundary(parts.policy.wants)
+                self._follow_depth(parts)
 
     def _end_interval(self, parts: Parts, ends: bool) -> Interval:
         """End the interval, which an asked-for step ends early, and return what it showed."""
@@ -256,11 +249,10 @@ class Session:
         due = min(self.clock.ends, self.parts.due(self._asked) if self.parts else math.inf)
         self._due = math.inf if self._is_lost else due
 
-    def _follow_boundary(self, wants: Wants) -> None:
+    def _follow_depth(self, parts: Parts) -> None:
         """Move the boundary of the cache to the depth that is frozen now."""
         if self._cache is not None:
-            epochs = epochs_until_move(self.clock, wants, self.status, self._epoch_steps)
-            follow_depth(self._cache, self.training, self.modules[: self.frozen], epochs)
+            follow_depth(self._cache, parts, self.clock, self.status.window, self._epoch_steps)
 
     # --- evaluations, for a policy that wants plasticity -----------------------------------------
 
@@ -333,7 +325,7 @@ class Session:
         if engine is not None:
             parts.restore(engine, self.clock)
             parts.prepare(self.clock, self.status)
-            self._follow_boundary(parts.policy.wants)
+            self._follow_depth(parts)
         if self._asked < 0 or parts.policy.wants.next_step(self._asked) <= self.clock.step:
             self._act()  # the state was taken while this was being decided
 
