@@ -281,7 +281,7 @@ def test_without_unfrozen_intervals_their_time_is_computed_from_the_shares_of_la
     made = report(write(tmp_path, course))
     assert made.summary.wall.unfrozen_iteration_s == (unfrozen_s and pytest.approx(unfrozen_s))
     assert (made.summary.first_step, made.summary.step) == (500, 520)
-    assert made.summary.mean_parameter_share is None
+    assert made.summary.mean_parameter_share == pytest.approx(0.1)
     assert ("is computed" if unfrozen_s else "not known") in str(made) and "begins at step 500" in str(made)
     page_of(made)
 

@@ -158,7 +158,7 @@ def _call_named(path: str, what: str, returns: str) -> Any:
         raise ConfigError(f"{what}; {brief(error)}. Write a function that builds it.") from error
 
 
-def _cut_table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
+def _cut_table(model: torch.nn.Module, modules: tuple[LayerModule, ...]) -> Table:
     """Return a table of the layer modules; shares are those of the trainable parameters."""
     total = sum(module.num_parameters for module in modules)
     trained = [sum(model.get_parameter(n).numel() for n in each.parameters) for each in modules]
@@ -177,7 +177,7 @@ def _cut_table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
 
 def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     """Print the table; 1 if the directory cannot be written."""
-    (kind, _, why), memory = choose("auto", "auto", nn.Linear(1, 1)), psutil.virtual_memory()
+    (kind, _, why), memory = choose("auto", "auto", torch.nn.Linear(1, 1)), psutil.virtual_memory()
     waiting, load = os.environ.get("OMP_WAIT_POLICY", "not set"), psutil.cpu_percent(interval=0.2)
     accelerator, status = "none that torch can use", 0
     if torch.cuda.is_available():

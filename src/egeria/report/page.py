@@ -143,7 +143,7 @@ def _depth_panels(summary: Summary) -> list[Panel]:
         planned = [0, *(min(move.depth, deepest) for move in moves)]
         style = {**_STAIRS, "linestyle": "--"}
         depths.append(Curve("planned", times, [*planned, planned[-1]], style))
-    return [Panel("layer modules", depths, top=1.1 * len(summary.modules))]
+    return [Panel("layer modules", depths, top=1.1 * max(deepest, 1))]
 
 
 def _loss_panels(summary: Summary) -> list[Panel]:
@@ -180,7 +180,7 @@ def _plasticity_panels(summary: Summary) -> list[Panel]:
     curves = []
     for (module, name), found in sorted(readings.items()):
         steps = [each.step for each in found]
-        style = {"color": matplotlib.colormaps["plasma"](0.9 * module / len(summary.modules))}
+        style = {"color": matplotlib.colormaps["plasma"](module / (len(summary.modules) + 1))}
         thin = {**style, "linewidth": 0.8, "alpha": 0.5}
         curves.append(Curve("", steps, [each.value for each in found], thin))
         curves.append(Curve(f"{module} {name}", steps, [each.smoothed for each in found], style))
@@ -189,9 +189,8 @@ def _plasticity_panels(summary: Summary) -> list[Panel]:
 
 def _draw(panels: list[Panel], summary: Summary) -> str:
     """Draw panels that share their x axis, top to bottom; return the SVG as a URL."""
-    size = WIDTH_INCHES, HEIGHT_INCHES * len(panels)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES * len(panels)), layout="constrained")
         grid = figure.subplots(len(panels), sharex=True, squeeze=False)
         for panel, axes in zip(panels, grid[:, 0], strict=True):
             _draw_panel(panel, axes, summary)
@@ -214,9 +213,8 @@ def _draw_panel(panel: Panel, axes: Any, summary: Summary) -> None:
     if panel.top is not None:
         axes.set_ylim(0, panel.top)
     for before, after in itertools.pairwise(summary.depths):
-        axes.axvline(
-            after.step, color="gray", linestyle=":" if after.frozen > before.frozen else "--"
-        )
+        line = ":" if after.frozen > before.frozen else "--"
+        axes.axvline(after.step, color="gray", linestyle=line)
     if len(panel.curves) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 

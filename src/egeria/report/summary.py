@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from egeria import events
-from egeria import policy as policies
+from egeria import events, policy
 from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed, RunStarted
 
 Kind = TypeVar("Kind", bound=Event)
@@ -116,7 +115,7 @@ class Summary:
         kept = tuple(itertools.chain(*processes))
         started = next((e for e in reversed(kept) if isinstance(e, RunStarted)), started)
         begin = next((e for e in kept if isinstance(e, (Resumed, IntervalMeasured))), None)
-        stages = [policies.first_stage(started.config.get("policy", {}).get("name"))]
+        stages = [policy.first_stage(started.config.get("policy", {}).get("name"))]
         stages += [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
         return cls(
             name=(directory or Path()).resolve().name,
@@ -170,7 +169,11 @@ class Summary:
             if after != depth:
                 depth = course[event.step] = after
         ends = [*list(course)[1:], self.step]
-        shares = {0: 0.0} | {e.frozen: e.parameter_share for e in self.of(events.ModuleFrozen)}
+        trainable = (module["num_trainable"] for module in self.started.modules)
+        sums = list(itertools.accumulate(trainable, initial=0))
+        shares = {depth: part / max(1, sums[-1]) for depth, part in enumerate(sums)}
+        # The session also counts what belongs to no layer module.
+        shares |= {event.frozen: event.parameter_share for event in self.of(events.ModuleFrozen)}
         skipped = self._skipped_shares()
         return tuple(
             DepthPoint(step, depth, max(end - step, 0), shares.get(depth), skipped.get(depth))
