@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,15 +80,12 @@ class Cache:
         if not modules:
             return
         self._number += 1
-        if (
-            self._settings.gate != "open"
-            and epochs_ahead is not None
-            and epochs_ahead < LEAST_EPOCHS
-        ):
+        epochs = math.inf if epochs_ahead is None else epochs_ahead
+        if epochs < LEAST_EPOCHS and self._settings.gate != "open":
             self._decide(
                 modules[-1].name,
-                f"the boundary may move or the run end within {epochs_ahead:.1f} epochs, and "
-                f"storing takes at least {LEAST_EPOCHS:g} to pay",
+                f"the boundary may move or the run end within {epochs:.1f} epochs, and storing "
+                f"takes at least {LEAST_EPOCHS:g} to pay",
             )
             return
         try:
@@ -95,14 +93,8 @@ class Cache:
         except (UncacheableError, OSError) as error:
             self.refuse(modules[-1].name, str(error))
             return
-        self._generation = Generation(
-            boundary,
-            store,
-            self._settings,
-            self._recorder,
-            num_batches=self._num_batches,
-            guard=self._guard,
-        )
+        given = boundary, store, self._settings, self._recorder
+        self._generation = Generation(*given, num_batches=self._num_batches, guard=self._guard)
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self._model)
         attributes["forward"] = CachedForward(self, self._model, attributes.get("forward"))
@@ -175,11 +167,8 @@ class Cache:
         return FileStore(Path(directory), self._settings.limit_bytes)
 
     def _decide(self, boundary: str, reason: str, *, mode: str = "computed") -> None:
-        step, number = self._recorder.step, self._number
-        event = CacheDecided(
-            step=step, boundary=boundary, generation=number, mode=mode, reason=reason
-        )
-        self._recorder.write(event)
+        which = {"step": self._recorder.step, "generation": self._number}
+        self._recorder.write(CacheDecided(**which, boundary=boundary, mode=mode, reason=reason))
 
 
 class CachedForward:

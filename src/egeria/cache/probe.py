@@ -15,7 +15,7 @@ from egeria.cache.boundary import Boundary, Kind, Layout, Record, require
 from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
 from egeria.model.batch import Batch
-from egeria.model.undisturbed import undisturbed
+from egeria.model.undisturbed import capture, undisturbed
 from egeria.random_state import random_fingerprint, seed_random_state
 
 TOLERANCE = 1e-4
@@ -32,11 +32,8 @@ def prove(boundary: Boundary, batch: Batch) -> None:
     Raises:
         UncacheableError: the frozen layers cannot be left out; the message is the reason.
     """
-    num_rows = count_rows(batch)
-    require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
-    record = Record(boundary)
     try:
-        computed = _make_pass(boundary, batch, record)
+        record, computed = _compute(boundary, batch)
     except Exception as error:
         raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
     kind, value = boundary.learn(batch, record)
@@ -44,12 +41,18 @@ def prove(boundary: Boundary, batch: Batch) -> None:
     lengths, differing = true_lengths(batch), ""
     for layout in _find_layouts(boundary, batch, value, lengths):
         given = layout.join(layout.split(value, lengths), kind, value.device)
-        require(given is not None, f"what {boundary.tap} gives cannot be put together again")
-        assert given is not None
-        boundary.layout = layout
-        if not (differing := _find_difference(boundary, batch, kind, given, computed)):
+        if given is None:
+            raise UncacheableError(f"what {boundary.tap} gives cannot be put together again")
+        kept = true_positions(batch) if layout.cut_names and boundary.ignores_padding else None
+        try:
+            found = _without_padding(_replay(boundary, batch, kind, given), kept)
+            wanted = _without_padding(computed, kept)
+            differing = first_difference(found, wanted, boundary.limit)
+        except Exception as error:
+            differing = f"the pass fails ({brief(error)}), and nothing"
+        if not differing:
+            boundary.layout = layout
             return
-    boundary.layout = None
     advice = "; call the model with use_cache=False" if "key_values" in differing else ""
     raise UncacheableError(
         f"without the frozen layers {differing} differs, though what {boundary.tap} gives is "
@@ -57,77 +60,51 @@ def prove(boundary: Boundary, batch: Batch) -> None:
     )
 
 
-def _find_difference(
-    boundary: Boundary, batch: Batch, kind: Kind, value: Tensor, computed: Mapping[str, Any]
-) -> str:
-    """Return the name of the first thing that differs in a pass without the front, or ''.
-
-    Roots that depend on no frozen output, such as a table of positions that later layers read too,
-    run live where nothing else helps.
-    """
-    layout = boundary.layout
-    is_cut_short = layout is not None and layout.length_axis is not None
-    kept = true_positions(batch) if is_cut_short and boundary.ignores_padding else None
-    differing = ""
-    for _ in range(2):
-        boundary.independent = set()
-        try:
-            given = _make_pass(boundary, batch, kind=kind, value=value.clone())
-            pair = _without_padding(given, kept), _without_padding(computed, kept)
-            differing = first_difference(*pair, boundary.limit)
-        except Exception as error:
-            differing = f"the pass fails ({brief(error)}), and nothing"
-        independent, boundary.independent = boundary.independent - {boundary.tap}, None
-        if not differing:
-            return ""
-        if boundary.live or not independent:
-            break
-        boundary.live = frozenset(independent)
-    boundary.live = frozenset()
-    return differing
+def _compute(boundary: Boundary, batch: Batch) -> tuple[Record, dict[str, Any]]:
+    """Run the whole model; return what the front gave, and all that the pass gave and changed."""
+    with undisturbed(boundary.model, as_training=True):
+        record = boundary.record()  # its hooks go with the end of the block
+        return record, _run(boundary, batch)
 
 
-def _make_pass(
-    boundary: Boundary,
-    batch: Batch,
-    record: Record | None = None,
-    *,
-    kind: Kind | None = None,
-    value: Tensor | None = None,
-) -> dict[str, Any]:
-    """Run the model, without its front where there is a `kind`, and return all that the pass gave
-    and changed, by name.
-    """
+def _replay(boundary: Boundary, batch: Batch, kind: Kind, value: Tensor) -> dict[str, Any]:
+    """Run the model without its front; return all that the pass gave and changed."""
+    with undisturbed(boundary.model, as_training=True), boundary.replaying(kind, value):
+        return _run(boundary, batch)
+
+
+def _run(boundary: Boundary, batch: Batch) -> dict[str, Any]:
+    """Run the model within `undisturbed`; return all that the pass gave and changed, by name."""
     model, own = boundary.model, batch.first_rows(None)  # a model may overwrite its input
-    with undisturbed(model, as_training=True):
-        seed_random_state(model, 0)
-        if record is not None:
-            record.open()  # the hooks go with the end of the block
-        with own.autocast.context():
-            if kind is None or value is None:
-                output = model(*own.args, **own.kwargs)
-            else:
-                with boundary.replaying(kind, value):
-                    output = model(*own.args, **own.kwargs)
-        parts = {"output": output, "argument": own.arguments, "buffer": dict(model.named_buffers())}
-        for name, module in model.named_modules():
-            held = {key: entry for key, entry in vars(module).items() if key not in _TABLES}
-            parts[f"attribute {name}"] = {k: held[k] for k in held if "_hook" not in k}
-        outcome = {
-            name: entry.detach().clone() if isinstance(entry, Tensor) else entry
-            for part, content in parts.items()
-            for name, entry in tree.contents(content, part)
-        }
-        outcome["random numbers"] = random_fingerprint(model)
-    return outcome
+    seed_random_state(model, 0)
+    with own.autocast.context():
+        output = model(*own.args, **own.kwargs)
+    parts = {"output": output, "argument": own.arguments, "buffer": dict(model.named_buffers())}
+    for name, module in model.named_modules():
+        held = {key: entry for key, entry in vars(module).items() if key not in _TABLES}
+        parts[f"attribute {name}"] = {key: held[key] for key in held if "_hook" not in key}
+    outcome = {
+        name: entry.detach().clone() if isinstance(entry, Tensor) else entry
+        for part, content in parts.items()
+        for name, entry in tree.contents(content, part)
+    }
+    return {**outcome, "random numbers": random_fingerprint(model)}
+
+
+def _run_front(boundary: Boundary, batch: Batch) -> Tensor:
+    """Return what crosses for a batch, with other random numbers."""
+    with undisturbed(boundary.model, as_training=True):
+        seed_random_state(boundary.model, 1)
+        found = capture(boundary.model, boundary.tap, batch)
+    assert found is not None
+    return found
 
 
 def _find_layouts(
     boundary: Boundary, batch: Batch, value: Tensor, lengths: Sequence[int] | None
 ) -> Iterator[Layout]:
     """Yield how what crosses may be taken apart by sample, best first."""
-    num_rows = count_rows(batch)
-    whole = _find_layout(boundary, batch, value, num_rows)
+    whole = _find_layout(boundary, batch, value)
     axis = None if lengths is None else _find_length_axis(boundary, batch, whole, value, lengths)
     if axis is not None:
         rows = [(name, e) for name, e in batch.contents if isinstance(e, Tensor)]
@@ -136,11 +113,13 @@ def _find_layouts(
     yield whole
 
 
-def _find_layout(boundary: Boundary, batch: Batch, value: Tensor, num_rows: int) -> Layout:
+def _find_layout(boundary: Boundary, batch: Batch, value: Tensor) -> Layout:
     """Find the axis of samples by running half of them: no row may depend on others."""
-    some, tap = list(range(num_rows - 1, -1, -2)), boundary.tap
+    num_rows, tap = count_rows(batch), boundary.tap
+    require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
+    some = list(range(num_rows - 1, -1, -2))
     try:
-        part = boundary.run_front(take(batch, some))
+        part = _run_front(boundary, take(batch, some))
     except Exception as error:
         reason = f"the frozen layers fail on some rows of a batch ({brief(error)})"
         raise UncacheableError(reason) from error
@@ -156,7 +135,7 @@ def _find_layout(boundary: Boundary, batch: Batch, value: Tensor, num_rows: int)
         f"what {tap} gives for a sample is random, or depends on the other samples of its "
         "batch or on earlier calls",
     )
-    return Layout.of(value, axes[0])
+    return Layout(axis=axes[0])
 
 
 def _find_length_axis(
@@ -169,7 +148,7 @@ def _find_length_axis(
     short = max((length for length in lengths if length < full), default=0)
     chosen = [row for row, length in enumerate(lengths) if length <= short]
     try:
-        part = boundary.run_front(take(batch, chosen, short))
+        part = _run_front(boundary, take(batch, chosen, short))
     except Exception:  # whatever a model raises on sequences cut short
         return None
     rows, found = layout.split(value, None), layout.split(part, None)
@@ -224,9 +203,7 @@ def difference(first: Tensor, second: Tensor) -> float:
 def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limit: float) -> str:
     """Return the name of the first entry that is not the same up to rounding, or ''."""
     for name in [*computed, *(found.keys() - computed.keys())]:
-        if name not in found or name not in computed:
-            return name
-        first, second = found[name], computed[name]
+        first, second = found.get(name, ...), computed.get(name, ...)
         if isinstance(first, Tensor) and isinstance(second, Tensor):
             is_same = _is_close(first, second, limit)
         else:
@@ -236,14 +213,13 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
     return ""
 
 
-def _without_padding(outcome: Mapping[str, Any], kept: Tensor | None) -> dict[str, Any]:
+def _without_padding(outcome: dict[str, Any], kept: Tensor | None) -> dict[str, Any]:
     """Return what a pass gave, of the output for each position [B, T, ...] only the `kept` ones."""
-    found = dict(outcome)
-    if kept is not None:
-        outputs = [name for name in found if name.startswith("output")]
-        for name in [n for n in outputs if getattr(found[n], "shape", ())[:2] == kept.shape]:
-            found[name] = found[name][kept.to(found[name].device)]
-    return found
+    if kept is None:
+        return outcome
+    found = {name: e for name, e in outcome.items() if name.startswith("output")}
+    cut = {name: e for name, e in found.items() if getattr(e, "shape", ())[:2] == kept.shape}
+    return {**outcome, **{name: entry[kept.to(entry.device)] for name, entry in cut.items()}}
 
 
 def _changed(first: Tensor, second: Tensor) -> list[int]:

@@ -25,13 +25,10 @@ from egeria import tree
 from egeria.model.batch import Batch
 
 DIGEST_BYTES = 16
+ROW_BYTES = 256  # kept of a row beside its values: its key and its place
+DISK_SHARE = 0.5  # of the free disk space, that may be used: as much again is left to others
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
-# Of the numbers that words are multiplied by: the first ones are the same for all counts.
-_SEED = 20
-ROW_BYTES = 256
-"""What is kept of a row beside its values: its key and its place."""
-DISK_SHARE = 0.5
-"""Share of the free disk space that may be used: as much again is left to others."""
+_SEED = 20  # of what words are multiplied by: the first numbers are the same for all counts
 
 
 def count_rows(batch: Batch) -> int:
