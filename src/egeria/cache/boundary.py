@@ -112,7 +112,9 @@ class Layout:
     def join(self, rows: Sequence[Tensor], kind: Kind, device: torch.device) -> Tensor | None:
         """Return what crosses for a batch of a kind; None where the rows do not fit it."""
         axis = self.length_axis
-        found = (torch.empty_like if axis is None else torch.zeros_like)(kind.crossing, device="cpu")
+        found = (torch.empty_like if axis is None else torch.zeros_like)(
+            kind.crossing, device="cpu"
+        )
         for whole, row in zip(found.movedim(self.axis, 0), rows, strict=True):
             place = whole if axis is None else whole.narrow(axis, 0, row.shape[axis])
             if place.shape != row.shape:
@@ -165,22 +167,18 @@ class Boundary:
         require(not self.is_hooked, HOOKED)
 
     @property
-    def versions(self) -> int:
-        """A number that changes with each write to a frozen parameter that torch counts.
-
-        Not to a buffer: DistributedDataParallel copies these in every pass.
+    def versions(self) -> int | None:
+        """A number that changes with each write to a frozen parameter that torch counts; None while
+        one has another in its place. Buffers are copied in every pass of DistributedDataParallel.
         """
-        return sum(weight._version for *_, weight in self._slots)
+        if any(table.get(key) is not weight for table, key, weight in self._slots):
+            return None
+        return sum(int(weight._version) for *_, weight in self._slots)
 
     @property
     def is_trained(self) -> bool:
         """Whether a frozen parameter was switched on again."""
         return any(weight.requires_grad for *_, weight in self._slots)
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a frozen parameter has another in its place, for a pass or for good."""
-        return any(table.get(key) is not weight for table, key, weight in self._slots)
 
     @property
     def is_hooked(self) -> bool:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -32,42 +33,26 @@ LEAST_EPOCHS = 1.2
 """Epochs that the front must stay frozen: the first one fills the store."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Cache:
     """Makes the training passes of a model whose front is frozen, and fills itself by them.
 
     A store that fails, a boundary that cannot be proven or inputs that never come again cost the
     saving, not the training: passes are computed from then on.
-
-    Args:
-        model: without wrappers.
-        settings: of the cache.
-        recorder: journals what it does.
-        spend: takes the seconds of ours, wall-clock and CPU, within an iteration of the user's.
-        directory: where a file may go; None where nothing is written.
-        loader: of the user; None where it was not given.
-        num_batches: of an epoch; None where nobody knows.
-        num_local: processes of this host that share its memory.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        settings: CacheConfig,
-        recorder: Recorder,
-        spend: Callable[[float, float], None],
-        directory: Path | None,
-        loader: Any,
-        num_batches: int | None,
-        num_local: int,
-    ) -> None:
-        self._model, self._settings, self._recorder = model, settings, recorder
-        self._spend, self._directory, self._loader = spend, directory, loader
-        self._num_batches, self._num_local = num_batches, num_local
-        self._generation: Generation | None = None
-        self._ahead: LookAhead | None = None
-        self._number = 0
-        self._is_own_pass = False
+    model: nn.Module  # without wrappers
+    settings: CacheConfig
+    recorder: Recorder  # journals what it does
+    spend: Callable[[float, float], None]  # takes seconds of ours in an iteration: wall-clock, CPU
+    directory: Path | None  # where a file may go; None where nothing is written
+    loader: Any  # of the user; None where it was not given
+    num_batches: int | None  # of an epoch; None where nobody knows
+    num_local: int  # processes of this host that share its memory
+    _generation: Generation | None = None
+    _ahead: LookAhead | None = None
+    _number: int = 0  # of the generation
+    _is_own_pass: bool = False
 
     def follow(self, modules: Sequence[LayerModule], epochs_ahead: float | None) -> None:
         """Move the boundary behind these frozen layer modules; what was stored before goes.
@@ -81,7 +66,7 @@ class Cache:
             return
         self._number += 1
         epochs = math.inf if epochs_ahead is None else epochs_ahead
-        if epochs < LEAST_EPOCHS and self._settings.gate != "open":
+        if epochs < LEAST_EPOCHS and self.settings.gate != "open":
             self._decide(
                 modules[-1].name,
                 f"the boundary may move or the run end within {epochs:.1f} epochs, and storing "
@@ -89,23 +74,23 @@ class Cache:
             )
             return
         try:
-            boundary, store = Boundary(self._model, modules), self._make_store()
+            boundary, store = Boundary(self.model, modules), self._make_store()
         except (UncacheableError, OSError) as error:
             self.refuse(modules[-1].name, str(error))
             return
-        given = boundary, store, self._settings, self._recorder
-        self._generation = Generation(*given, num_batches=self._num_batches, guard=self._guard)
+        given = boundary, store, self.settings, self.recorder
+        self._generation = Generation(*given, num_batches=self.num_batches, guard=self._guard)
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
-        attributes = vars(self._model)
-        attributes["forward"] = CachedForward(self, self._model, attributes.get("forward"))
-        if isinstance(store, FileStore) and can_look_ahead(self._loader):
-            expect, decline = self._generation.expect, self._recorder.decline
-            self._ahead = LookAhead(self._loader, expect, decline)
+        attributes = vars(self.model)
+        attributes["forward"] = CachedForward(self, self.model, attributes.get("forward"))
+        if isinstance(store, FileStore) and can_look_ahead(self.loader):
+            expect, decline = self._generation.expect, self.recorder.decline
+            self._ahead = LookAhead(self.loader, expect, decline)
 
     def close(self) -> None:
         """Leave the model and the loader as they were found; can be called again."""
         generation, self._generation = self._generation, None
-        attributes = vars(self._model)
+        attributes = vars(self.model)
         found = attributes.get("forward")
         if isinstance(found, CachedForward):
             attributes.pop("forward")
@@ -121,15 +106,15 @@ class Cache:
         """Stop storing and serving; warn with the reason if the cache was asked for."""
         self.close()
         self._decide(boundary, reason)
-        if self._settings.enabled is True:
-            self._recorder.decline(WHAT, reason)
+        if self.settings.enabled is True:
+            self.recorder.decline(WHAT, reason)
 
     def forward(
         self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Make a pass of the user's: without the front, or by the model's own forward, `call`."""
         generation, found = self._generation, None
-        is_training = self._model.training and torch.is_grad_enabled() and not self._is_own_pass
+        is_training = self.model.training and torch.is_grad_enabled() and not self._is_own_pass
         if generation is None or not is_training or torch.compiler.is_compiling():
             return call()
         with self._guard(generation):
@@ -150,25 +135,25 @@ class Cache:
             if self._generation is generation:  # else it has ended in the pass itself
                 reason = str(error)
                 if not isinstance(error, UncacheableError):
-                    self._recorder.fault("the activation cache", error)
+                    self.recorder.fault("the activation cache", error)
                     reason = f"it failed ({brief(error)})"
                 self.refuse(generation.boundary.name, reason)
         finally:
             self._is_own_pass = False
-            self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+            self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _make_store(self) -> Store:
-        if not self._settings.is_on_disk:
-            share = self._settings.memory_share / self._num_local
+        if not self.settings.is_on_disk:
+            share = self.settings.memory_share / self.num_local
             return MemoryStore(int(free_memory_bytes() * share))
-        directory = self._settings.directory or self._directory
+        directory = self.settings.directory or self.directory
         if directory is None:
             raise UncacheableError("there is no directory for a file")
-        return FileStore(Path(directory), self._settings.limit_bytes)
+        return FileStore(Path(directory), self.settings.limit_bytes)
 
     def _decide(self, boundary: str, reason: str, *, mode: str = "computed") -> None:
-        which = {"step": self._recorder.step, "generation": self._number}
-        self._recorder.write(CacheDecided(**which, boundary=boundary, mode=mode, reason=reason))
+        which = {"step": self.recorder.step, "generation": self._number}
+        self.recorder.write(CacheDecided(**which, boundary=boundary, mode=mode, reason=reason))
 
 
 class CachedForward:

@@ -82,7 +82,8 @@ class Generation:
         self._guard, self._epoch_batches = guard, num_batches or UNKNOWN_EPOCH
         # At least one check is made in an epoch.
         self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
-        self._until_check, self._versions = self._check_every, 0
+        self._until_check = self._check_every
+        self._versions: int | None = None
         self._watched: Record | None = None  # of the pass before, until the boundary is proven
         self._num_watched = 0
         self._counts = Counter(hits=0, misses=0, repeats=0, batches=0, checks=0)
@@ -120,14 +121,12 @@ class Generation:
         require(not self.boundary.is_hooked, HOOKED)
         unreadable = batch.unreadable
         require(not unreadable, f"the contents of {unreadable} cannot be read")
-        if self.boundary.is_replaced:
-            return None
         require(not self.boundary.is_trained, "a frozen layer trains again")
-        if self._versions != (versions := self.boundary.versions):
-            self._versions, self._until_check = versions, 0
-        keys, lengths = self._keys(batch)
-        if keys is None:
+        versions, (keys, lengths) = self.boundary.versions, self._keys(batch)
+        if versions is None or keys is None:
             return None
+        if versions != self._versions:
+            self._versions, self._until_check = versions, 0
         known = [index for index, key in enumerate(keys) if key in self.store]
         kind = self.boundary.kind(batch)
         found = Found(batch=batch, keys=keys, lengths=lengths, known=known, kind=kind)

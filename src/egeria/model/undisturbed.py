@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -13,28 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from egeria import dist, tree
 from egeria.model.batch import Batch
 from egeria.random_state import Generator, kept_random_state, restoring
 
-KEPT = (
-    "its forward pass keeps tensors outside of the model (such as auxiliary losses in a list), and "
-    "a pass of our own would add to them"
-)
 _own_passes = threading.local()
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""By model: what a pass of ours under way is to restore."""
+"""By model: calls that restore what a pass of ours under way may change."""
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_OURS = ("torch.", "egeria.", "builtins.", "functools.")
 
 
 def is_own_pass() -> bool:
     """Return whether this thread is within `undisturbed`: a forward pass now is not the user's."""
-    return bool(getattr(_own_passes, "depth", 0))
+    return bool(getattr(_own_passes, "is_on", False))
 
 
 class TapReachedError(BaseException):
@@ -62,16 +55,16 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
             it.
     """
     finish(model)
-    modules = list(model.modules())
-    before = _Before(modules)
+    modules, fused = list(model.modules()), torch.backends.mha
     cuda: Any = torch.backends.cuda
-    thrifty = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()
+    has_other = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()
     try:
-        _unfinished[model] = before
-        _own_passes.depth = before.depth + 1
-        before.put_copies()
-        torch.backends.mha.set_fastpath_enabled(before.fused and as_training)
-        cuda.enable_cudnn_sdp(before.plans and not (thrifty and cuda.math_sdp_enabled()))
+        _unfinished[model] = _undoing(modules)
+        _own_passes.is_on = True
+        _give_copies(modules)
+        fused.set_fastpath_enabled(fused.get_fastpath_enabled() and as_training)
+        if has_other and cuda.math_sdp_enabled():
+            cuda.enable_cudnn_sdp(False)
         for module in modules:
             # Not by `train`, since one of the user's own may do more.
             vars(module)["training"] = module.training and as_training
@@ -88,10 +81,9 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
 
 def finish(model: nn.Module) -> None:
     """Restore what an interrupt has kept `undisturbed` from restoring; mostly there is nothing."""
-    before = _unfinished.get(model)
-    if before is not None:
-        before.restore()
-        del _unfinished[model]
+    for undo in _unfinished.get(model, ()):
+        undo()
+    _unfinished.pop(model, None)
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,46 +102,39 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Before:
-    """What a forward pass may change of a model with these submodules, as it is now."""
+def _undoing(modules: Sequence[nn.Module]) -> list[Callable[[], object]]:
+    """Return what gives submodules back all that a pass may change, and torch its switches."""
+    cuda: Any = torch.backends.cuda
+    fused = torch.backends.mha
+    undo: list[Callable[[], object]] = [
+        partial(setattr, _own_passes, "is_on", is_own_pass()),
+        partial(fused.set_fastpath_enabled, fused.get_fastpath_enabled()),
+        partial(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled()),
+    ]
+    for module in modules:
+        own = vars(module)
+        undo += [partial(restore_table, table, dict(table)) for table in (own, module._buffers)]
+        undo += [restoring(value) for value in own.values() if isinstance(value, Generator)]
+        plain = [entry for entry in module._parameters.values() if type(entry) is nn.Parameter]
+        undo += [partial(_restore_memory, e, e.data) for e in plain if e.layout is torch.strided]
+    return undo
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        cuda: Any = torch.backends.cuda
-        self.fused, self.plans = torch.backends.mha.get_fastpath_enabled(), cuda.cudnn_sdp_enabled()
-        self.depth = getattr(_own_passes, "depth", 0)
-        self._tables = [(t, dict(t)) for m in modules for t in (vars(m), m._buffers)]
-        weights = {weight for module in modules for weight in module._parameters.values()}
-        plain = [entry for entry in weights if type(entry) is nn.Parameter]
-        self._weights = [(e, e.data) for e in plain if e.layout is torch.strided]
-        self._restore_generators: list[Callable[[], object]] = []
 
-    def put_copies(self) -> None:
-        """Give the submodules copies of tensors and containers, for a pass to change."""
-        copies: dict[int, Any] = {}  # by identity: what some share they go on to share
-        for table, before in self._tables:
-            for name in before.keys() - _OF_MODULES:
-                value = before[name]
-                if isinstance(value, Generator):
-                    self._restore_generators.append(restoring(value))
-                elif isinstance(value, Tensor) or type(value) in _CONTAINERS:
-                    if id(value) not in copies:
-                        is_tensor = isinstance(value, Tensor)
-                        copies[id(value)] = value.detach().clone() if is_tensor else value.copy()
-                    table[name] = copies[id(value)]
+def _give_copies(modules: Sequence[nn.Module]) -> None:
+    """Give submodules copies of their tensors and containers, for a pass to change."""
+    copies: dict[int, Any] = {}  # by identity: what some share they go on to share
+    for table in (table for module in modules for table in (vars(module), module._buffers)):
+        for name in table.keys() - _OF_MODULES:
+            value: Any = table[name]
+            if isinstance(value, Tensor):
+                table[name] = copies.setdefault(id(value), value.detach().clone())
+            elif type(value) in _CONTAINERS:
+                table[name] = copies.setdefault(id(value), value.copy())
 
-    def restore(self) -> None:
-        """Give the model back what it had, and the switches of torch; can be called again."""
-        cuda: Any = torch.backends.cuda
-        _own_passes.depth = self.depth
-        torch.backends.mha.set_fastpath_enabled(self.fused)
-        cuda.enable_cudnn_sdp(self.plans)
-        for table, before in self._tables:
-            restore_table(table, before)
-        for restore in self._restore_generators:
-            restore()
-        for weight, memory in self._weights:
-            if weight.data_ptr() != memory.data_ptr():
-                weight.data = memory
+
+def _restore_memory(weight: nn.Parameter, memory: Tensor) -> None:
+    if weight.data_ptr() != memory.data_ptr():
+        weight.data = memory
 
 
 def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
@@ -186,42 +171,3 @@ def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, T
             hooks.enter_context(model.get_submodule(tap).register_forward_hook(partial(keep, tap)))
         model(*batch.args, **batch.kwargs)
     return found
-
-
-def living() -> set[int]:
-    """Return the identities of all tensors that there are now."""
-    return {id(entry) for entry in gc.get_objects() if type(entry) is Tensor}
-
-
-def keeps_outside(model: nn.Module, output: Any, before: set[int]) -> bool:
-    """Return whether tensors made in a pass that has just ended are kept for somebody.
-
-    What it returns, what its graph holds, and attributes of the model do not count: a pass of ours
-    leaves none of these. Nor do tensors without gradients, such as batches that a thread makes.
-
-    Args:
-        model: the model.
-        output: what the pass has returned.
-        before: what `living` gave when it began.
-    """
-    known = before.union(map(id, tree.tensors(output)))
-    made = (entry for entry in gc.get_objects() if type(entry) is Tensor and entry.requires_grad)
-    found = [entry for entry in made if id(entry) not in known]
-    inside = {id(output), id(found)}
-    for module in model.modules():
-        values = vars(module).values()
-        inside |= {id(module), id(vars(module)), id(module._buffers), *map(id, values)}
-    holders = gc.get_referrers(*found) if found else []
-    return any(id(holder) not in inside and _is_outside(holder) for holder in holders)
-
-
-def _is_outside(holder: Any) -> bool:
-    """Return whether it is a container, or an object of a class of the user's.
-
-    The graph holds attributes of functions of the user's, and checkpoints the arguments of what
-    they compute anew, those by name in a `partial`.
-    """
-    kind, graph = type(holder), (partial, BackwardCFunction)
-    if kind is dict and any(isinstance(owner, graph) for owner in gc.get_referrers(holder)):
-        return False
-    return kind in _CONTAINERS or not f"{kind.__module__}.".startswith(_OURS)

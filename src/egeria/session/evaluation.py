@@ -27,7 +27,7 @@ from egeria.events import (
 from egeria.model.batch import Batch
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
-from egeria.model.undisturbed import KEPT, capture, is_own_pass, keeps_outside, living, undisturbed
+from egeria.model.undisturbed import capture, is_own_pass, undisturbed
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.wording import plural
 from egeria.session.clock import Clock, Seconds
@@ -71,9 +71,6 @@ class Evaluation:
         self._is_armed = self._has_read = self._is_behind = False  # behind: no room for a refresh
         self._refreshed_at: int | None = None  # the evaluation; None where there is no reference
         self._num_failures, self._cpu_s, self.due = 0, 0.0, 0  # failures: in a row
-        self._living: set[int] | None = None
-        # Whether the model keeps tensors outside of itself; None before a pass was looked at.
-        self._keeps_outside: bool | None = None
         self._costs: dict[int, dict[str, Any]] = {}  # by evaluation
         self._refresh_cost = Seconds()
         self._finished: list[Reading] = []
@@ -94,8 +91,6 @@ class Evaluation:
             self._is_armed, model = module is not None, self.training.model
             hook = Hook(self, Evaluation._keep)
             model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-            if self._keeps_outside is None:
-                model.register_forward_hook(Hook(self, Evaluation._look_at_pass))
         self.due = last if clock.step < last else clock.step + 1
         if self._is_apart:
             part = max(1, clock.interval_steps // POLLS_PER_INTERVAL)
@@ -107,13 +102,7 @@ class Evaluation:
         self._batch, self._is_armed = None, False
 
     def request(self, interval: Interval, wants: Wants) -> None:
-        """Request the plasticity that the policy wants, on the batch kept for it.
-
-        Raises:
-            FreezingEndedError: a pass of ours would leave something outside of the model.
-        """
-        if self._keeps_outside:
-            raise FreezingEndedError(f"{KEPT}. Give a plan instead of the policy 'egeria'")
+        """Request the plasticity that the policy wants, on the batch kept for it."""
         index = wants.plasticity_of
         if interval.loss is None:
             steps = plural(interval.num_steps, "step")
@@ -220,18 +209,11 @@ class Evaluation:
         """Keep the arguments of a training call; of several calls in a step the last ones."""
         if not model.training or not torch.is_grad_enabled() or is_own_pass():
             return
-        if self._keeps_outside is None:
-            self._living = living()
         try:
             self._batch = Batch.of_call(args, kwargs, self.training.device_type)
         except Exception as error:  # of a mapping of the user's own, for instance
             self._batch = None
             self.recorder.fault("reading the batch", error)
-
-    def _look_at_pass(self, model: nn.Module, _args: Any, output: Any) -> None:
-        if self._living is not None:
-            self._keeps_outside = keeps_outside(model, output, self._living)
-            self._living = None
 
     def _take_in(self, reports: Sequence[Report]) -> None:
         """Sort what the controller reports into finished readings and events of the journal."""

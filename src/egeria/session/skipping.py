@@ -41,7 +41,7 @@ def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cac
     if config.enabled is False or policy_name == "none" or is_unasked:
         return None
     return Cache(
-        training.model,
+        model=training.model,
         settings=config,
         recorder=training.recorder,
         spend=spend,
