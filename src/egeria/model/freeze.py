@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,7 @@ from egeria.model.hooks import Hook, sweep
 if TYPE_CHECKING:
     from egeria.model.cut import Cut
 
-NUM_COMPARED = 8  # parameters whose values are compared each time, for writes through `data`
 _ATTRIBUTES = ("requires_grad_", "__getstate__")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Freezer:
@@ -74,16 +71,10 @@ class Freezer:
     def moved(self) -> list[str]:
         """Return the names of frozen parameters that were changed, replaced or switched on.
 
-        Torch counts writes, of which those that keep the values are no change, but not writes
-        through `data`: these are looked for in the few smallest parameters, as they concern all.
+        Torch counts writes, but not those through `data`; ones that keep the values are no change.
         """
         now, held = self._parameters(), [entry for part in self._held for entry in part]
-        smallest = heapq.nsmallest(NUM_COMPARED, held, key=lambda entry: entry.parameter.numel())
-
-        def is_other(entry: _Held) -> bool:
-            return now.get(entry.name) is not entry.parameter or entry.has_moved(entry in smallest)
-
-        return [entry.name for entry in held if is_other(entry)]
+        return [e.name for e in held if now.get(e.name) is not e.parameter or e.has_moved()]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters(remove_duplicate=False))
@@ -163,7 +154,7 @@ class _Held:
         self.name, self.parameter = name, parameter
         self.was_active = parameter.requires_grad  # not where the loop has switched it off
         self._is_users = not self.was_active
-        self._version, self._fingerprint = _read_version(parameter), _fingerprint(parameter)
+        self._version, self._sum = self._read_version(), self._sum_bytes()
 
     def hold(self) -> None:
         if type(self.parameter) is nn.Parameter:
@@ -181,14 +172,11 @@ class _Held:
         for name in _ATTRIBUTES:
             vars(self.parameter).pop(name, None)
 
-    def has_moved(self, compares: bool) -> bool:
+    def has_moved(self) -> bool:
         """Return whether the parameter is not what it was when it was frozen."""
-        version = _read_version(self.parameter)
-        if compares or version != self._version:
-            if _fingerprint(self.parameter) != self._fingerprint:
-                return True
-            self._version = version
-        return self.parameter.requires_grad
+        before, self._version = self._version, self._read_version()
+        is_written = self._version != before and self._sum_bytes() != self._sum
+        return is_written or self.parameter.requires_grad
 
     def _set(self, requires_grad: bool = True) -> Tensor:
         self._is_users = True
@@ -198,20 +186,12 @@ class _Held:
         own = vars(self.parameter)
         return {name: value for name, value in own.items() if name not in _ATTRIBUTES}
 
+    def _read_version(self) -> int:
+        return self.parameter._version + tree.own_part(self.parameter)._version
 
-def _read_version(parameter: nn.Parameter) -> int:
-    return parameter._version + tree.own_part(parameter)._version
-
-
-def _fingerprint(parameter: nn.Parameter) -> tuple[int, str]:
-    """Return the sum of bit patterns, for which torch makes no copy, and that of the values.
-
-    The first wraps, so that halving 512 values does not show in it.
-    """
-    part = tree.own_part(parameter)
-    kind = _INTEGERS.get(part.element_size(), torch.int64)
-    has_sum = part.is_floating_point() and part.element_size() > 1
-    return int(part.view(kind).sum(dtype=kind)), str(part.sum().item()) if has_sum else ""
+    def _sum_bytes(self) -> int:
+        """Return what other values rarely have too; in any dtype, and without a copy."""
+        return int(tree.own_part(self.parameter).flatten().view(torch.uint8).sum())
 
 
 class _Train:
@@ -224,7 +204,7 @@ class _Train:
         self._module, self._model = module, model
         # The mode that it has by itself; None where it has the model's.
         self._wish = None if module.training == model.training else module.training
-        self._version = self._statistics_version()
+        self._version = getattr(self._count, "_version", 0)
 
     def hold(self) -> None:
         vars(self._module)["train"] = self
@@ -247,31 +227,29 @@ class _Train:
         method = type(self._module).train
         return partial, (method,), (method, (self._module,), {}, None)
 
+    @property
+    def _count(self) -> Any:
+        """The batches in the statistics of a normalisation."""
+        return getattr(self._module, "num_batches_tracked", None)
+
     def _was_reset(self) -> bool:
         """Return whether a normalisation makes its statistics anew (`swa_utils.update_bn`)."""
-        if self._statistics_version() == self._version:
-            return False  # nothing wrote to them; the count may be on an accelerator
-        count = getattr(self._module, "num_batches_tracked", None)
-        return isinstance(count, Tensor) and not count.item()
-
-    def _statistics_version(self) -> int:
-        mean = getattr(self._module, "running_mean", None)
-        return mean._version if isinstance(mean, Tensor) else 0
+        # Where nothing was written it is not read, since it may be on an accelerator.
+        return getattr(self._count, "_version", 0) != self._version and not self._count.item()
 
 
 class _Boundary:
     """Hooks at the output of the frozen front, which stop gradients that nothing behind it needs.
 
     A tied embedding, or an activation that requires a gradient for the sake of checkpoints, would
-    keep the backward pass of the whole front. If the first pass with gradients shows none, the
-    hooks are removed. Nothing is detached in a pass whose inputs require a gradient, outside of a
-    call of the model (its parts may be called one by one), and while a parameter in one of the
-    `places`, tables and names, trains: the user's own, or others in their place (`torch.func`).
+    keep the backward pass of the whole front. Nothing is detached in a pass whose inputs require a
+    gradient, outside of a call of the model (its parts may be called one by one), and while a
+    parameter in one of the `places`, tables and names, trains: the user's own, or others in their
+    place (`torch.func`).
     """
 
     def __init__(self, model: nn.Module, tap: nn.Module, places: list[tuple[Any, str]]) -> None:
         self._model, self._tap, self._places = model, tap, places
-        self._is_needed = False
         # `was` of the last call of the model, for what a checkpoint computes anew.
         self._is_asked = self._was_asked = True
 
@@ -292,14 +270,9 @@ class _Boundary:
     def _detach(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         is_now = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
         is_asked = self._is_asked if is_now else self._was_asked
-        if is_asked or not torch.is_grad_enabled():
+        if is_asked or not (torch.is_grad_enabled() and tree.requires_grad(output)):
             return None
         own = (table.get(name) for table, name in self._places)
         if any(parameter is not None and parameter.requires_grad for parameter in own):
             return None
-        if not self._is_needed:
-            self._is_needed = tree.requires_grad(output)
-            if not self._is_needed:
-                self.close()
-                return None
         return tree.map_tensors(lambda t: t.detach() if t.requires_grad else t, output)

@@ -273,13 +273,11 @@ def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: flo
     def is_small(stage: Group) -> bool:
         return sum(sizes[stage.start : stage.stop]) < minimum_size
 
-    joined: list[Group] = []
-    for stage in stages:
-        joined.append(stage)
-        is_last = stage is stages[-1]
-        while joined[1:] and (is_small(joined[-2]) or (is_last and is_small(joined[-1]))):
-            front, back = joined[-2:]
-            joined[-2:] = [Group(front.start, back.stop, front.reason.removesuffix(note) + note)]
+    joined = list(stages)
+    while len(joined) > 1 and (small := [i for i, stage in enumerate(joined) if is_small(stage)]):
+        i = min(small[0], len(joined) - 2)
+        front, back = joined[i : i + 2]
+        joined[i : i + 2] = [Group(front.start, back.stop, front.reason.removesuffix(note) + note)]
     return joined
 
 
