@@ -140,6 +140,7 @@ def test_what_runs_late_in_front_of_a_detached_boundary_gets_its_gradient(plan, 
 
 # --- r03: hooks that a pass needs -------------------------------------------------------------------------------------
 
+
 class AdaptedByHooks(Chain):
     """Adds adapters to its blocks by hooks that replace what these return."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.model.pretrained import find_trained_norms
+from egeria.model.cut import find_trained_norms
 
 WIDTH, STEPS = 16, 40
 

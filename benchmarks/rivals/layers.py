@@ -12,10 +12,9 @@ from torch import nn
 
 from benchmarks.workloads.workload import Training
 from egeria.config import ModulesConfig
-from egeria.model.cut import Cut, make_modules
+from egeria.model.cut import Cut, find_trained_norms, is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.freeze import Freezer
 from egeria.model.group import find_pieces
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.model.watch import Watch
 
 

@@ -31,9 +31,8 @@ from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
-from egeria.model.cut import make_modules
+from egeria.model.cut import find_trained_norms, is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.hooks import copies_of_computed
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent

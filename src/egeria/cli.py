@@ -29,9 +29,14 @@ from egeria.config import ModulesConfig
 from egeria.config.checks import check, wrong_plan
 from egeria.controller import choose
 from egeria.errors import ConfigError, EgeriaError, brief
-from egeria.model.cut import LayerModule, make_modules
+from egeria.model.cut import (
+    LayerModule,
+    find_trained_norms,
+    is_mostly_trained,
+    make_modules,
+    settings_of_cut,
+)
 from egeria.model.group import find_pieces
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.model.watch import Watch
 from egeria.report.wording import percent
 

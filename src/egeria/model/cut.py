@@ -6,23 +6,16 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from egeria import tree
 from egeria.errors import StateError, UnsupportedModelError
-from egeria.model.group import (
-    ATOMS,
-    Group,
-    Piece,
-    find_pieces,
-    group_atoms,
-    is_under,
-    parent_of,
-    tables_in,
-)
+from egeria.model.group import ATOMS, Group, Piece, find_pieces, group_atoms, name_group, tables_in
 from egeria.model.watch import Node, Watch, reach, sinks
 
 
@@ -53,23 +46,18 @@ class Cut:
         """Of each layer module, whether any parameter freezes with it."""
         return tuple(bool(module.parameters) for module in self.modules)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the cut as plain data, which JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Cut:
-        """Return what `to_dict` was called on; StateError if it is anything else."""
+        """Return what `dataclasses.asdict` was called on; StateError if it is anything else."""
         try:
             modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
             cut = cls(**_as_tuples({**entry, "modules": modules}))
-            is_whole = len(cut.detaches) == len(modules) > cut.deepest >= 0
+            if len(cut.detaches) == len(modules) > cut.deepest >= 0:
+                return cut
         except (TypeError, KeyError, AttributeError):
-            is_whole = False
-        if not is_whole:
-            contract = "A saved cut has the layer modules of a model and the facts of each"
-            raise StateError(f"{contract}, found {entry!r:.100}. Load a state as it was saved.")
-        return cut
+            pass
+        contract = "A saved cut has the layer modules of a model and the facts of each"
+        raise StateError(f"{contract}, found {entry!r:.100}. Load a state as it was saved.")
 
     @classmethod
     def combine(cls, cuts: Sequence[Cut]) -> Cut:
@@ -104,9 +92,7 @@ def make_modules(
 ) -> tuple[LayerModule, ...]:
     """Cut a model in training, without wrappers, into layer modules, front to back.
 
-    A parameter belongs to the last layer module that uses it. One that no submodule which ran holds
-    (a class token, a temperature) is looked for in the graph; where it is not found there, it was
-    used behind all of them, as in the loss.
+    A parameter belongs to the last layer module that uses it.
 
     `pattern`, `target_share` and `keep` are settings of `[modules]`; under `minimum_share` of the
     parameters a stage joins its neighbour. `tables_apart` makes a lookup table in front of all
@@ -134,7 +120,7 @@ def make_modules(
     owned = _divide(model, places, stops)
     return tuple(
         LayerModule(
-            name=_name_group(names, group),
+            name=name_group(names, group),
             submodules=tuple(piece.name for piece in line[start:stop]),
             parameters=tuple(name for name in own if name in frozen),
             num_parameters=sum(own.values()),
@@ -144,6 +130,41 @@ def make_modules(
         )
         for group, own, (start, stop) in zip(groups, owned, pairwise(stops), strict=True)
     )
+
+
+COARSE_SHARE, FINE_SHARE = 0.2, 0.1
+"""For a `modules.target_share` of None: plasticity judges layer modules one by one, so that few are
+better; a plan for a pretrained model freezes many, each at its own time."""
+
+
+def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict[str, Any]:
+    """Return what `make_modules` is given for settings of `[modules]`."""
+    is_fine = settings["target_share"] is None and is_pretrained
+    share = settings["target_share"] or (FINE_SHARE if is_fine else COARSE_SHARE)
+    return {**settings, "target_share": share, "tables_apart": is_fine}
+
+
+@torch.no_grad()
+def find_trained_norms(model: nn.Module) -> dict[str, bool]:
+    """Return for each normalisation layer, by its dotted name, whether it was ever trained.
+
+    They begin with all weights equal, 1 or 0, and with the statistics of no data. Of sharded
+    parameters the part of this process is judged.
+    """
+    found = dict[str, bool]()
+    for name, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        own = [getattr(module, key, None) for key in ("weight", "running_mean") if is_norm]
+        vectors = [e for e in own if isinstance(e, Tensor) and e.dim() == 1 and not e.is_meta]
+        parts = [tree.own_part(e) for e in vectors if e.is_floating_point()]
+        if parts:
+            found[name] = not all(bool((part == part[:1]).all()) for part in parts)
+    return found
+
+
+def is_mostly_trained(norms: Mapping[str, bool]) -> bool:
+    """Return whether most normalisation layers were trained before, so that this is fine-tuning."""
+    return 2 * sum(norms.values()) > len(norms)
 
 
 def _find_line(
@@ -166,7 +187,8 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    The graph is asked for what no piece in `line` holds, and for lookup tables. It is not for
+    The graph is asked for lookup tables and for what no piece in `line` holds, such as a class
+    token; what is not found there was used behind all pieces, as in the loss. It is not asked for
     others: blocks may keep a loss of their own until the end, which is no other use of their
     weights. Without a graph what a submodule around pieces holds itself counts as used in front.
     """
@@ -257,18 +279,6 @@ def _divide(
     return owned
 
 
-def _name_group(names: Sequence[str], group: Group) -> str:
-    """Name a group after its stage where it is the whole of one, else after first and last atom."""
-    inside = names[group.start : group.stop]
-    if len(inside) == 1:
-        return inside[0]
-    stage = parent_of(inside[0])
-    while not all(is_under(name, stage) for name in inside):
-        stage = parent_of(stage)
-    is_whole = bool(stage) and sum(is_under(name, stage) for name in names) == len(inside)
-    return stage if is_whole else f"{inside[0]}-{inside[-1]}"
-
-
 def read_graph(
     model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Collection[Tensor] = ()
 ) -> Cut:
@@ -289,40 +299,34 @@ class _Graph:
     """Where the layer modules stand in the graph of the first passes."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        modules: Sequence[LayerModule],
-        watch: Watch,
-        trained: Collection[Tensor],
+        self, model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Any
     ) -> None:
         self._modules, self._watch, self._nodes = modules, watch, watch.nodes
         self._outputs = _outputs_that_count(watch)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        trains = {name for parameter, name in names.items() if parameter.requires_grad}
-        trains.update(*(module.parameters for module in modules))
-        self._trains = trains
+        self._trains = {name for parameter, name in names.items() if parameter.requires_grad}
+        self._trains.update(*(module.parameters for module in modules))
         # The parameters that train in each submodule.
-        parts = [name for module in modules for name in module.submodules]
-        held = [(name, model.get_submodule(name).parameters()) for name in parts]
-        self._held = {name: trains.intersection(names[p] for p in own) for name, own in held}
+        self._held = {
+            name: self._trains.intersection(map(names.get, model.get_submodule(name).parameters()))
+            for module in modules
+            for name in module.submodules
+        }
         # What the graph begins with: parameters of the model, inputs, and what an optimizer trains
         # that is not of the model: a hook, say, brings it in.
-        nodes = reach(self._outputs)
-        leaves = {node: node.variable for node in nodes if hasattr(node, "variable")}
+        leaves = {n: n.variable for n in reach(self._outputs) if hasattr(n, "variable")}
         self._leaves = {node: names[leaf] for node, leaf in leaves.items() if leaf in names}
         self._inputs = {n for n, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
         self._outside = {n for n, leaf in leaves.items() if leaf not in names and leaf in trained}
 
     def limits_of_outputs(self) -> Iterator[tuple[int, str]]:
         """Yield depths at which an output would lose its last gradient, and why."""
-        marks = [self._mark(module) for module in self._modules]
-        lasts = set[int]()
+        marks, lasts = [self._mark(module) for module in self._modules], set[int]()
         for output in self._outputs:
             nodes = reach([output])
             lasts.update([i for i, mark in enumerate(marks) if mark & nodes][-1:])
-        if not lasts:  # no output is known
-            lasts = {max((i for i, each in enumerate(self._modules) if each.parameters), default=0)}
-        for last in lasts:
+        trained = [index for index, module in enumerate(self._modules) if module.parameters]
+        for last in lasts or {max(trained, default=0)}:  # where no output is known
             name = self._modules[last].name
             yield last, f"an output depends on nothing behind {name} that trains"
 

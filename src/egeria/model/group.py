@@ -1,7 +1,7 @@
 """Taking a model apart into pieces, and grouping its repeated blocks by size (paper §6.3).
 
-- *weight matrices* of a submodule: its parameters of two or more dimensions. Embedding tables, and
-  tokens or positions of the shape [1, n, d], are looked up, not multiplied with, and do not count.
+- *weight matrices* of a submodule: its parameters of two or more dimensions, but no embedding
+  tables, tokens or positions [1, n, d], which are looked up, not multiplied with.
 - *unit*: a submodule with at most one weight matrix, such as a convolution or a normalisation.
 - *block*: an outermost instance of a class that repeats, with two weight matrices or more.
 - *stage*: an instance of a repeated class that is little more than a chain of blocks.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
@@ -27,6 +27,7 @@ from egeria.errors import UnsupportedModelError
 # with what is loose around them. Direct are parameters that a submodule taken apart holds itself.
 Role = Literal["block", "unit", "loose", "direct"]
 ATOMS = ("block", "unit")
+_FindRole = Callable[[str, nn.Module], Role | None]  # by name and submodule
 _PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 
 
@@ -80,19 +81,12 @@ def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ..
         raise UnsupportedModelError(
             "All parameters must have a shape, found lazy ones. Run one forward pass before attach."
         )
-    if pattern is None:
-        return tuple(_walk(model, _Census(model).role))
-    matches = _outermost_matches(model, pattern)
-
-    def role_by_name(path: str, _module: nn.Module) -> Role | None:
-        if path in matches:
-            return "block"
-        return None if any(is_under(match, path) for match in matches) else "loose"
-
-    return tuple(_walk(model, role_by_name))
+    find_role = _Census(model).role if pattern is None else _roles_by_name(model, pattern)
+    return tuple(_walk(model, find_role))
 
 
-def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
+def _roles_by_name(model: nn.Module, pattern: str) -> _FindRole:
+    """Return what makes the outermost submodules with output that match a pattern blocks."""
     matches: list[str] = []
     for name, module in model.named_modules():
         has_output = can_be_called(module) and next(module.parameters(), None) is not None
@@ -104,31 +98,30 @@ def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
             f"modules.pattern must match the full names of two submodules with parameters, "
             f"{pattern!r} matches {matches}. Compare it with the names in `model.named_modules()`."
         )
-    return matches
+
+    def find_role(path: str, _module: nn.Module) -> Role | None:
+        if path in matches:
+            return "block"
+        return None if any(is_under(match, path) for match in matches) else "loose"
+
+    return find_role
 
 
-def _walk(model: nn.Module, rule: Callable[[str, nn.Module], Role | None]) -> Iterator[Piece]:
-    """Yield the submodules that a rule gives a role; what it gives None is taken apart."""
+def _walk(model: nn.Module, find_role: _FindRole) -> Iterator[Piece]:
+    """Yield the submodules that are given a role; what is given None is taken apart."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     met: set[nn.Module] = set()
-
-    def piece(path: str, role: Role, module: nn.Module, own: Iterable[nn.Parameter]) -> Piece:
-        return Piece(name=path, role=role, module=module, parameters=tuple(names[p] for p in own))
 
     def visit(path: str, module: nn.Module) -> Iterator[Piece]:
         parts = [part for part in module.modules() if type(part) not in _PURE_CONTAINERS]
         if met.issuperset(parts or [module]):
             return  # another name of what was met before
-        role = rule(path, module) if path and can_be_called(module) else None
-        met.add(module)
-        if role is not None:
-            met.update(module.modules())
-            yield piece(path, role, module, module.parameters())
-            return
-        own = tuple(module.parameters(recurse=False))
-        if own:
-            yield piece(path, "direct", module, own)
-        for name, child in module.named_children():
+        role = find_role(path, module) if path and can_be_called(module) else None
+        own = tuple(names[p] for p in module.parameters(recurse=role is not None))
+        if own or role is not None:
+            yield Piece(name=path, role=role or "direct", module=module, parameters=own)
+        met.update([module] if role is None else module.modules())
+        for name, child in module.named_children() if role is None else ():
             yield from visit(f"{path}.{name}" if path else name, child)
 
     return visit("", model)
@@ -230,6 +223,18 @@ def group_atoms(
         reason = "The last block stays alone, because the last layer module is never frozen"
         last = Group(last.stop - 1, last.stop, reason)
     return [*groups, last]
+
+
+def name_group(names: Sequence[str], group: Group) -> str:
+    """Name a group after its stage where it is the whole of one, else after first and last atom."""
+    inside = names[group.start : group.stop]
+    if len(inside) == 1:
+        return inside[0]
+    stage = parent_of(inside[0])
+    while not all(is_under(name, stage) for name in inside):
+        stage = parent_of(stage)
+    is_whole = bool(stage) and sum(is_under(name, stage) for name in names) == len(inside)
+    return stage if is_whole else f"{inside[0]}-{inside[-1]}"
 
 
 def _find_stages(names: Sequence[str], sizes: Sequence[int]) -> list[Group]:

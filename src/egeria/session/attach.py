@@ -22,8 +22,7 @@ from egeria.errors import ConfigError, StateError, brief
 from egeria.events import Event, MetricLogged, Resumed, RunClosed
 from egeria.journal import Recorder, is_url, run_directory
 from egeria.model.compile import Compilation, is_compiled
-from egeria.model.cut import LayerModule
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained
+from egeria.model.cut import LayerModule, find_trained_norms, is_mostly_trained
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.trackers import find_trackers

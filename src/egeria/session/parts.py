@@ -83,7 +83,7 @@ class Parts:
     def state_dict(self) -> dict[str, Any]:
         """Return what `make_parts` and `restore` need in a resumed run."""
         return {
-            "cut": self.cut.to_dict(),
+            "cut": asdict(self.cut),
             "parameters": list(self.training.named()),
             "cut_by": asdict(self.training.config.modules),
             "policy": self.policy.state_dict(),
