@@ -100,6 +100,7 @@ class Layout:
     axis: int  # of the samples
     length_axis: int | None = None  # of a row: it follows the length of a sequence without padding
     cut_names: frozenset[str] = frozenset()  # of the arguments that are cut to that length too
+    limit: float  # relative difference that counts as rounding
 
     def split(self, value: Tensor, lengths: Sequence[int] | None) -> list[Tensor]:
         """Return the rows of what crosses, on the CPU, cut to their lengths."""
@@ -156,10 +157,6 @@ class Boundary:
         weights: list[Tensor] = [weight for *_, weight in self._slots]
         weights += [entry for root in self.roots.values() for entry in root.buffers()]
         self.device = next((weight.device for weight in weights), torch.device("cpu"))
-        self.layout: Layout | None = None  # known once `prove` has found it
-        self.limit = 0.0  # relative difference that counts as rounding; known then too
-        # Whether a loss was seen that does not depend on what the model gives at padding.
-        self.ignores_padding = False
         self._kinds: dict[Hashable, Kind] = {}
         require(not any(weight.requires_grad for weight in weights), TRAINED)
         odd = {type(w).__name__ for w in weights if type(w) not in (Tensor, nn.Parameter)}

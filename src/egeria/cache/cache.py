@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -171,11 +169,6 @@ class CachedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have the cache make the pass."""
         return self._cache.forward(partial(self.__wrapped__, *args, **kwargs), args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.own_forward is not None:
-            return copy.deepcopy(self.own_forward, memo)
-        return MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
 
     def __reduce__(self) -> Any:
         if self.own_forward is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
+from egeria.cache.boundary import HOOKED, Boundary, Kind, Layout, Record, has_nan, require
 from egeria.cache.probe import difference, prove
 from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
 from egeria.config import CacheConfig
@@ -84,7 +84,8 @@ class Generation:
         self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
         self._until_check = self._check_every
         self._versions: int | None = None
-        self._watched: Record | None = None  # of the pass before, until the boundary is proven
+        self._layout: Layout | None = None  # once the boundary is proven
+        self._watched: Record | None = None  # of the pass before, until then
         self._num_watched = 0
         self._counts = Counter(hits=0, misses=0, repeats=0, batches=0, checks=0)
         self._largest_error = 0.0
@@ -197,7 +198,7 @@ class Generation:
         """Prove the boundary ahead of the second pass behind it, or of one that shows more."""
         watched, self._watched = self._watched, None
         if watched is None:
-            return self.boundary.layout is not None
+            return self._layout is not None
         self.boundary.close()
         require(not watched.refusal, watched.refusal)
         has_lengths, was_padded = (
@@ -209,15 +210,14 @@ class Generation:
         self._num_watched += 1
         if not (is_shown and is_fit) and self._num_watched <= MOST_WAITS:
             return False
-        boundary = self.boundary
-        boundary.ignores_padding = is_shown and was_padded and not watched.reads_padding
-        prove(boundary, batch)
-        self._versions = boundary.versions
+        ignores_padding = is_shown and was_padded and not watched.reads_padding
+        self._layout = prove(self.boundary, batch, ignores_padding)
+        self._versions = self.boundary.versions
         return True
 
     def _keys(self, batch: Batch) -> tuple[list[bytes] | None, list[int] | None]:
         """Return the keys of the rows of a batch, and their lengths where they are cut."""
-        layout = self.boundary.layout
+        layout = self._layout
         if layout is None or layout.length_axis is None:
             return row_keys(batch), None
         lengths = true_lengths(batch)
@@ -228,8 +228,7 @@ class Generation:
         """Return what crosses for a batch whose rows are stored; None where it is to be computed,
         for a row is damaged or does not fit.
         """
-        layout = self.boundary.layout
-        assert layout is not None
+        assert self._layout is not None
         rows = self.store.read(found.keys)
         if self.store.damaged:
             what = "serving stored rows that are damaged"
@@ -238,7 +237,7 @@ class Generation:
         found.known = [index for index, row in enumerate(rows) if row is not None]
         if len(whole) < len(rows):
             return None
-        value = layout.join(whole, kind, self.boundary.device)
+        value = self._layout.join(whole, kind, self.boundary.device)
         if value is not None:
             self._counts["hits"] += len(rows)
             self._until_check -= 1
@@ -246,12 +245,12 @@ class Generation:
 
     def _take_in(self, found: Found, record: Record) -> None:
         """Store the rows of a pass that are not known; check some others where that is due."""
-        layout, store = self.boundary.layout, self.store
+        layout, store = self._layout, self.store
         assert layout is not None
         rows = layout.split(self.boundary.learn(found.batch, record)[1], found.lengths)
         self._counts["misses"] += len(rows)
         if self._until_check <= 0 and found.known:
-            self._check(found, rows)
+            self._check(found, rows, layout.limit)
         new = [index for index in range(len(rows)) if index not in found.known]
         if not new or store.is_full:
             return
@@ -261,9 +260,9 @@ class Generation:
             if store.error:
                 self._recorder.decline("storing more activations", store.error)
 
-    def _check(self, found: Found, rows: Sequence[Tensor]) -> None:
+    def _check(self, found: Found, rows: Sequence[Tensor], limit: float) -> None:
         """Raise UncacheableError if a few stored rows are not what the front gives now."""
-        chosen, limit = found.known[:CHECKED_ROWS], self.boundary.limit
+        chosen = found.known[:CHECKED_ROWS]
         stored = self.store.read([found.keys[index] for index in chosen])
         pairs = [(row, rows[i]) for i, row in zip(chosen, stored, strict=True) if row is not None]
         error = max((difference(*pair) for pair in pairs), default=0.0)

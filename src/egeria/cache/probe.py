@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,11 @@ TOLERANCE = 1e-4
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
 
 
-def prove(boundary: Boundary, batch: Batch) -> None:
-    """Find out how what crosses is taken apart by sample, and that the rest needs nothing else.
+def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
+    """Return how what crosses is taken apart by sample, where the rest needs nothing else.
 
-    Makes about four passes of our own, which leave no trace. The boundary gets its layout, and its
-    first kind of call.
+    Makes about four passes of our own, which leave no trace. The boundary learns its first kind of
+    call. `ignores_padding` tells that the loss does not depend on what the model gives at padding.
 
     Raises:
         UncacheableError: the frozen layers cannot be left out; the message is the reason.
@@ -37,22 +37,20 @@ def prove(boundary: Boundary, batch: Batch) -> None:
     except Exception as error:
         raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
     kind, value = boundary.learn(batch, record)
-    boundary.limit = _tolerance(record)
     lengths, differing = true_lengths(batch), ""
-    for layout in _find_layouts(boundary, batch, value, lengths):
+    for layout in _find_layouts(boundary, batch, value, _tolerance(record)):
         given = layout.join(layout.split(value, lengths), kind, value.device)
         if given is None:
             raise UncacheableError(f"what {boundary.tap} gives cannot be put together again")
-        kept = true_positions(batch) if layout.cut_names and boundary.ignores_padding else None
+        kept = true_positions(batch) if layout.cut_names and ignores_padding else None
         try:
             found = _without_padding(_replay(boundary, batch, kind, given), kept)
             wanted = _without_padding(computed, kept)
-            differing = first_difference(found, wanted, boundary.limit)
+            differing = first_difference(found, wanted, layout.limit)
         except Exception as error:
             differing = f"the pass fails ({brief(error)}), and nothing"
         if not differing:
-            boundary.layout = layout
-            return
+            return layout
     advice = "; call the model with use_cache=False" if "key_values" in differing else ""
     raise UncacheableError(
         f"without the frozen layers {differing} differs, though what {boundary.tap} gives is "
@@ -101,19 +99,18 @@ def _run_front(boundary: Boundary, batch: Batch) -> Tensor:
 
 
 def _find_layouts(
-    boundary: Boundary, batch: Batch, value: Tensor, lengths: Sequence[int] | None
+    boundary: Boundary, batch: Batch, value: Tensor, limit: float
 ) -> Iterator[Layout]:
     """Yield how what crosses may be taken apart by sample, best first."""
-    whole = _find_layout(boundary, batch, value)
-    axis = None if lengths is None else _find_length_axis(boundary, batch, whole, value, lengths)
-    if axis is not None:
+    whole = _find_layout(boundary, batch, value, limit)
+    if (axis := _find_length_axis(boundary, batch, whole, value)) is not None:
         rows = [(name, e) for name, e in batch.contents if isinstance(e, Tensor)]
         names = frozenset(name for name, entry in rows if is_cut(entry, batch))
         yield replace(whole, length_axis=axis, cut_names=names)
     yield whole
 
 
-def _find_layout(boundary: Boundary, batch: Batch, value: Tensor) -> Layout:
+def _find_layout(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> Layout:
     """Find the axis of samples by running half of them: no row may depend on others."""
     num_rows, tap = count_rows(batch), boundary.tap
     require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
@@ -131,36 +128,37 @@ def _find_layout(boundary: Boundary, batch: Batch, value: Tensor) -> Layout:
     )
     expected = value.index_select(axes[0], torch.tensor(some, device=value.device))
     require(
-        _is_close(part, expected, boundary.limit),
+        _is_close(part, expected, limit),
         f"what {tap} gives for a sample is random, or depends on the other samples of its "
         "batch or on earlier calls",
     )
-    return Layout(axis=axes[0])
+    return Layout(axis=axes[0], limit=limit)
 
 
 def _find_length_axis(
-    boundary: Boundary, batch: Batch, layout: Layout, value: Tensor, lengths: Sequence[int]
+    boundary: Boundary, batch: Batch, layout: Layout, value: Tensor
 ) -> int | None:
     """Return the axis of a row that follows the length, by running the shorter rows of the batch
     with their padding cut; None where there is none.
     """
+    if true_positions(batch) is None or (lengths := true_lengths(batch)) is None:
+        return None
     full = batch.kwargs["attention_mask"].shape[1]
-    short = max((length for length in lengths if length < full), default=0)
+    short = max(length for length in lengths if length < full)
     chosen = [row for row, length in enumerate(lengths) if length <= short]
     try:
         part = _run_front(boundary, take(batch, chosen, short))
     except Exception:  # whatever a model raises on sequences cut short
         return None
     rows, found = layout.split(value, None), layout.split(part, None)
-    expected = [rows[index] for index in chosen]
-    axes = _changed(expected[0], found[0])
-    if [(expected[0].shape[axis], found[0].shape[axis]) for axis in axes] != [(full, short)]:
+    axes = _changed(rows[0], found[0])
+    if [(rows[0].shape[axis], found[0].shape[axis]) for axis in axes] != [(full, short)]:
         return None
-    agree = all(
-        _is_close(first.narrow(axes[0], 0, n), second.narrow(axes[0], 0, n), boundary.limit)
-        for first, second, n in zip(found, expected, (lengths[row] for row in chosen), strict=True)
-    )
-    return axes[0] if agree else None
+    for index, row in zip(chosen, found, strict=True):
+        own, expected = (entry.narrow(axes[0], 0, lengths[index]) for entry in (row, rows[index]))
+        if not _is_close(own, expected, layout.limit):
+            return None
+    return axes[0]
 
 
 def _tolerance(record: Record) -> float:

@@ -1,4 +1,4 @@
-"""Rows of activations: the keys they are known by, and where they are kept.
+"""Rows of activations: where they are kept, and the keys they are known by.
 
 The key of a row is a digest of all that the model is given for one sample, without its padding.
 """
@@ -56,14 +56,13 @@ def true_lengths(batch: Batch) -> list[int] | None:
 
 
 def true_positions(batch: Batch) -> Tensor | None:
-    """Return which positions of a padded batch are true elements, as bool [B, T]; None where its
-    rows cannot be cut, or have no padding.
+    """Return which positions are true elements, as bool [B, T]; None where `true_lengths` gives
+    None, or nothing is padding.
     """
-    lengths = true_lengths(batch)
-    width = 0 if lengths is None else batch.kwargs["attention_mask"].shape[1]
-    if lengths is None or min(lengths) == width:
+    if (lengths := true_lengths(batch)) is None:
         return None
-    return torch.arange(width) < torch.tensor(lengths)[:, None]
+    width = batch.kwargs["attention_mask"].shape[1]
+    return torch.arange(width) < torch.tensor(lengths)[:, None] if min(lengths) < width else None
 
 
 def is_cut(tensor: Tensor, batch: Batch) -> bool:
@@ -100,22 +99,17 @@ def row_keys(
 
 
 def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
-    """Return a copy of a batch with the given rows, detached; repeats are fine.
-
-    Args:
-        batch: the model's input.
-        rows: their numbers.
-        length: to which rows as long as the attention mask are cut.
+    """Return a copy of a batch with the rows of these numbers, detached; those as long as the
+    attention mask are cut to `length`.
     """
-    num_rows, index = count_rows(batch), torch.tensor(rows)
+    num_rows = count_rows(batch)
 
     def pick(tensor: Tensor) -> Tensor:
         if tensor.shape[:1] != (num_rows,):
             return tensor.detach().clone()
-        found = tensor.detach().index_select(0, index.to(tensor.device))
-        if length is not None and is_cut(tensor, batch):
-            found = found[:, :length].contiguous()
-        return found
+        found = tensor.detach()[torch.tensor(rows, device=tensor.device)]
+        is_long = length is not None and is_cut(tensor, batch)
+        return found[:, :length].contiguous() if is_long else found
 
     args, kwargs = tree.map_tensors(pick, batch.arguments)
     return replace(batch, args=args, kwargs=kwargs)
@@ -129,8 +123,7 @@ def digests(tensor: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     and added up as integers: exact, and the same on every device. What is behind a row's length
     counts as zero.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    rows = plain.reshape(len(plain), -1).view(torch.uint8)
+    rows = _plain(tensor).reshape(len(tensor), -1).view(torch.uint8)
     if lengths is not None:
         width = rows.shape[1] // tensor.shape[1]
         ends = torch.tensor(lengths, device=rows.device)[:, None]
@@ -151,9 +144,12 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return (drawn.T.contiguous() | 1).to(device)
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return _plain(tensor).cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 class MemoryStore:
@@ -190,14 +186,11 @@ class MemoryStore:
 class FileStore:
     """Rows in one file of this process, behind one another; a checksum tells a damaged one.
 
-    The file has no name: nobody else reads it, and it goes with the process, however that ends.
-
-    Args:
-        directory: in which the file is made.
-        limit_bytes: of its size; None for a share of the free space.
+    The file has no name: nobody else reads it, and it goes with the process, however that ends. It
+    may have `limit_bytes`, but never more than a share of the free space.
 
     Raises:
-        OSError: no file can be made there.
+        OSError: no file can be made in the directory.
     """
 
     def __init__(self, directory: Path, limit_bytes: int | None) -> None:
@@ -216,7 +209,7 @@ class FileStore:
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
         """Append rows; nothing more where they do not fit."""
-        parts: list[Any] = [row.contiguous().reshape(-1).view(torch.uint8).numpy() for row in rows]
+        parts = [_bytes(row) for row in rows]
         num_bytes = sum(part.nbytes for part in parts)
         data, offset = np.concatenate(parts), self.size_bytes
         self.is_full = self.is_full or offset + num_bytes > self._limit_bytes
@@ -241,12 +234,9 @@ class FileStore:
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """Let the system read these rows into memory."""
-        for place in map(self._places.get, keys):
-            if place is not None:
-                offset, shape, dtype, _ = place
-                os.posix_fadvise(
-                    self._file, offset, math.prod(shape) * dtype.itemsize, os.POSIX_FADV_WILLNEED
-                )
+        for offset, shape, dtype, _ in [self._places[key] for key in keys if key in self._places]:
+            size_bytes = math.prod(shape) * dtype.itemsize
+            os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Free the file."""
@@ -275,10 +265,8 @@ Store = MemoryStore | FileStore
 def free_memory_bytes(system: Path = Path("/")) -> int:
     """Return how much memory this process could still be given; 0 where that is not known.
 
-    The least of what the machine has, and of what the limit of its container leaves.
-
-    Args:
-        system: the folder in which `proc` and `sys` are.
+    The least of what the machine has and what the limit of its container leaves, as the files below
+    `system` tell.
     """
     found, groups = [], system / "sys/fs/cgroup"
     with suppress(OSError, ValueError, LookupError):
