@@ -33,7 +33,7 @@ from benchmarks.micro.interleaved import compare
 from benchmarks.proving.comparing import archive
 from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running.recipe import commit
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 from egeria.reference import Reference
 
 FORMATS = ("int8", "bf16", "fp32")

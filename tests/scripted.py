@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from egeria.controller.inline import Answer, Controller, Report, State, Ticket
 from egeria.events import ReferenceRefreshed
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 
 
 @dataclass(eq=False)

@@ -16,9 +16,8 @@ from torch import nn
 
 import egeria
 from egeria.errors import ReferenceModelError
-from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import make_modules
-from egeria.model.undisturbed import capture, undisturbed
+from egeria.model.passes import Autocast, Batch, capture, undisturbed
 from egeria.reference import Reference
 from laws.models import MODELS, Transformer
 from loops import outside

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from egeria import tree
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 
 
 def test_the_first_activation_is_of_floating_point_and_has_samples_and_features():

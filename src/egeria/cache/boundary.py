@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from egeria import tree
 from egeria.cache.rows import true_positions
 from egeria.errors import UncacheableError
-from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import LayerModule
 from egeria.model.hooks import Hook, is_ours, remove
+from egeria.model.passes import Autocast, Batch
 
 HOOKED = (
     "there is a forward hook on a frozen layer or a container of some, which would read what "

@@ -23,8 +23,8 @@ from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
 from egeria.events import CacheDecided
 from egeria.journal import Recorder
-from egeria.model.batch import Batch
 from egeria.model.cut import LayerModule
+from egeria.model.passes import Batch
 
 WHAT = "skipping the frozen forward pass"
 LEAST_EPOCHS = 1.2

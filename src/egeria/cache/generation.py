@@ -22,7 +22,7 @@ from egeria.config import CacheConfig
 from egeria.errors import brief
 from egeria.events import CacheUsed
 from egeria.journal import Recorder
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 from egeria.random_state import generators_of, restoring
 
 MORE_BATCHES, LEAST_REPEATS = 32, 0.05

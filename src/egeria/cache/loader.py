@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from egeria import dist, tree
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 
 
 class ShardSampler(DistributedSampler[int]):

@@ -14,8 +14,7 @@ from egeria import tree
 from egeria.cache.boundary import Boundary, Kind, Layout, Record, require
 from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
-from egeria.model.batch import Batch
-from egeria.model.undisturbed import capture, undisturbed
+from egeria.model.passes import Batch, capture, undisturbed
 from egeria.random_state import random_fingerprint, seed_random_state
 
 TOLERANCE = 1e-4

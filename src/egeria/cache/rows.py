@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from egeria import tree
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 
 DIGEST_BYTES = 16
 ROW_BYTES = 256  # kept of a row beside its values: its key and its place

@@ -28,7 +28,7 @@ from egeria.controller.inline import (
 from egeria.controller.worker import Message, handle, pack
 from egeria.errors import brief
 from egeria.events import Declined
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 from egeria.random_state import RandomState
 
 START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from egeria.model.batch import Batch
-from egeria.model.undisturbed import captures, undisturbed
+from egeria.model.passes import Batch, captures, undisturbed
 from egeria.random_state import kept_random_state
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

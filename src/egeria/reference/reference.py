@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from egeria.errors import ReferenceModelError, brief
 from egeria.events import RungTaken
-from egeria.model.batch import Batch
 from egeria.model.hooks import copies_of_computed, without_watchers
-from egeria.model.undisturbed import restore_table
+from egeria.model.passes import Batch, restore_table
 from egeria.plasticity import sp_loss
 from egeria.random_state import kept_random_state
 from egeria.reference.formats import Format, Ranges, build, with_autocast

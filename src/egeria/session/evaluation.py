@@ -24,10 +24,9 @@ from egeria.events import (
     ReadingDropped,
     ReferenceRefreshed,
 )
-from egeria.model.batch import Batch
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
-from egeria.model.undisturbed import capture, is_own_pass, undisturbed
+from egeria.model.passes import Batch, capture, is_own_pass, undisturbed
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.wording import plural
 from egeria.session.clock import Clock, Seconds
