@@ -131,12 +131,8 @@ class Boundary:
     back: what crosses at the tap, NaN elsewhere, so that whatever else is read shows. Look-ups in
     tables run all the same: they cost little, and later layers may read them too.
 
-    Args:
-        model: the model, without wrappers around it.
-        modules: its frozen layer modules, front to back.
-
     Raises:
-        UncacheableError: they cannot be left out; the message is the reason.
+        UncacheableError: the layer modules cannot be left out; the message is the reason.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
@@ -273,12 +269,10 @@ def require(condition: bool, reason: str) -> None:
 
 def signature(batch: Batch) -> Hashable:
     """Return a value that is equal for calls that run alike: by shapes, types and plain values."""
-    told = (
-        (name, value.shape, value.dtype, value.device)
-        if isinstance(value, Tensor)
-        else (name, repr(value))
-        for name, value in batch.contents
-    )
+    found, told = batch.contents, list[Hashable]()
+    for name, value in found:
+        is_tensor = isinstance(value, Tensor)
+        told.append((name, value.shape, value.dtype, value.device) if is_tensor else repr(value))
     return (batch.autocast, *told)
 
 

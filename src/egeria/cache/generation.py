@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from egeria import tree
 from egeria.cache.boundary import HOOKED, Boundary, Kind, Layout, Record, has_nan, require
 from egeria.cache.probe import difference, prove
 from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
@@ -25,23 +26,18 @@ from egeria.journal import Recorder
 from egeria.model.passes import Batch
 from egeria.random_state import generators_of, restoring
 
+# Batches more than an epoch has after which so many of the rows must have come again.
 MORE_BATCHES, LEAST_REPEATS = 32, 0.05
-"""Batches more than an epoch has after which so many of the rows must have come again."""
 UNKNOWN_EPOCH = 10_000  # batches of one whose length nobody knows
-REVIEWED, COMPARED = 50, 8
-"""Iterations from the store, and computed ones, that tell whether iterations are shorter."""
-MOST_WAITS = 8
-"""Passes that are waited for padding, without which nobody can show that it does not matter, and
-for a backward pass."""
+REVIEWED, COMPARED = 50, 8  # iterations from the store, and computed ones, that are compared
+MOST_WAITS = 8  # passes that may come before one shows a backward pass, and padding
 CHECKED_ROWS = 2  # of a batch that is computed for a check: other weights change every row
 PACKED = (
     "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
     "again in the backward pass; checkpoint its layers instead"
 )
 PROMPTED = "an input of the model needs a gradient: something in front of it is in training"
-
-Call = Callable[[], Any]
-"""Makes a pass of the user's."""
+Call = Callable[[], Any]  # makes a pass of the user's
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,13 +55,9 @@ class Found:
 class Generation:
     """What is stored behind one boundary, how it is used, and the passes made with it.
 
-    What fails raises `UncacheableError`: the boundary is of no use from then on. Such an error is
-    never raised in place of what a pass of the user's returns or raises.
-
-    Args:
-        boundary: the end of the frozen front.
-        num_batches: of an epoch; None where nobody knows.
-        guard: makes a context that takes the error of a block behind a pass of the user's.
+    What fails raises `UncacheableError`: the boundary is of no use from then on. Behind a pass of
+    the user's `guard` makes a context that takes such an error. `num_batches` are those of an
+    epoch, None where nobody knows.
     """
 
     def __init__(
@@ -116,11 +108,12 @@ class Generation:
     def look_up(self, batch: Batch) -> Found | None:
         """Return what is known of a batch; None where it is to be computed and forgotten."""
         require(torch._C._autograd._top_saved_tensors_default_hooks(True) is None, PACKED)
-        require(not batch.needs_grad, PROMPTED)
+        require(not tree.requires_grad(batch.arguments), PROMPTED)
         if not self._is_proven(batch):
             return Found(batch=batch)
         require(not self.boundary.is_hooked, HOOKED)
-        unreadable = batch.unreadable
+        arguments = {"args": batch.args, "kwargs": batch.kwargs}
+        unreadable = tree.unreadable(arguments).removeprefix(".")
         require(not unreadable, f"the contents of {unreadable} cannot be read")
         require(not self.boundary.is_trained, "a frozen layer trains again")
         versions, (keys, lengths) = self.boundary.versions, self._keys(batch)

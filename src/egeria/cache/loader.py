@@ -21,8 +21,7 @@ from egeria.model.passes import Batch
 
 
 class ShardSampler(DistributedSampler[int]):
-    """Deals the samples out to the processes once, and shuffles each one's part anew in every
-    epoch.
+    """Deals the samples out to the processes once, and shuffles each one's part in every epoch.
 
     `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes
     to another process than the one that has stored its activations. In return the batches of a
@@ -69,9 +68,8 @@ class ShardSampler(DistributedSampler[int]):
 def can_look_ahead(loader: Any) -> bool:
     """Return whether a batch can be taken from a loader early without a change to any other.
 
-    It has workers, which make batches ahead anyway, and a sampler that draws an epoch's random
-    numbers when it begins: from others a batch that is taken early would draw early, and an epoch
-    that is left early (`break`) would have drawn more.
+    It has workers, which make batches ahead anyway, and a sampler that draws all random numbers of
+    an epoch when it begins: others would draw early, and more in an epoch that is left early.
     """
     if type(loader) is not DataLoader or not loader.num_workers or loader.persistent_workers:
         return False

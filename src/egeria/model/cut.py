@@ -187,10 +187,9 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    The graph is asked for lookup tables and for what no piece in `line` holds, such as a class
-    token; what is not found there was used behind all pieces, as in the loss. It is not asked for
-    others: blocks may keep a loss of their own until the end, which is no other use of their
-    weights. Without a graph what a submodule around pieces holds itself counts as used in front.
+    The graph is asked for lookup tables, and for what no piece in `line` holds, such as a class
+    token; what is not found there was used behind all pieces, as in the loss. Without a graph what
+    a submodule around pieces holds itself counts as used in front.
     """
     places = {name: index for index, piece in enumerate(line) for name in piece.parameters}
     uses = {} if watch is None else _find_uses(model, line, watch)
@@ -284,9 +283,7 @@ def read_graph(
 ) -> Cut:
     """Add to the layer modules what the graph of the first passes says.
 
-    Where no pass had an output to walk from, nothing may be detached, and the last layer module
-    with something to train is left in training. `trained` is all that the optimizers train, also
-    tensors that are not of the model.
+    `trained` is all that the optimizers train, also tensors that are not of the model.
     """
     graph = _Graph(model, modules, watch, trained)
     limits = [(len(modules) - 1, ""), *graph.limits_of_outputs(), *graph.limits_of_the_loop()]
@@ -358,10 +355,10 @@ class _Graph:
     def may_detach(self, depth: int) -> bool:
         """Return whether the output of the first `depth` layer modules may be detached.
 
-        What still trains in front of the boundary must train behind it too (tied weights). Nothing
-        of it may be reached around the boundary (the embedding that a decoder uses as well), nor an
-        input in front of it, and no later layer module may be there (a block that is called twice),
-        nor a trained tensor outside of the model.
+        What still trains in front of the boundary must train behind it too (tied weights). Neither
+        it nor an input in front may be reached around the boundary (an embedding that a decoder
+        uses too), and no later layer module may be in front (a block that is called twice), nor a
+        trained tensor outside of the model.
         """
         edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else None
         if not edge:
@@ -385,8 +382,8 @@ def _outputs_that_count(watch: Watch) -> list[Node]:
     """Return the outputs that must not lose their gradient.
 
     In each backward pass these are the ones that received a gradient and that no other such output
-    is computed from: the keys and values that a model returns beside its logits receive one from
-    there. Where no output received any, it is those that no other output is computed from.
+    is computed from, as logits are from keys and values. Where none received any, it is those that
+    no other output is computed from.
     """
     passes: defaultdict[int, list[Node]] = defaultdict(list)
     for output in dict.fromkeys(watch.outputs):

@@ -22,14 +22,12 @@ _ATTRIBUTES = ("requires_grad_", "__getstate__")
 class Freezer:
     """Owns the frozen depth of one model without wrappers.
 
-    Parameters of a frozen layer module require no gradient and hold none. Its submodules are in
-    eval mode whoever calls `model.train()`, but for those that serve something that trains: a
-    dropout that active blocks use too, a normalisation whose parameters are kept trainable. A layer
-    module in which nothing trains keeps the modes that its owner gave it.
+    Parameters of a frozen layer module require no gradient and hold none. Its submodules stay in
+    eval mode, but for those that serve something that trains, such as a dropout that active blocks
+    use too. A layer module in which nothing trained keeps the modes that the user gave it.
 
-    What the user changes meanwhile is kept by a thaw: a call of `requires_grad_` on a frozen
-    parameter, and a mode other than the model's. The assignment `parameter.requires_grad = False`
-    leaves no trace there and is not seen, nor is a call on a tensor subclass (sharded parameters).
+    A thaw keeps what the user has changed: a mode other than the model's, and `requires_grad` where
+    `requires_grad_` was called; an assignment, or a call on a tensor subclass, is not seen.
     A compiled model gets no hooks (`has_hooks`), so that nothing is detached there.
     """
 
@@ -48,8 +46,8 @@ class Freezer:
     def freeze_to(self, depth: int, *, detaches: bool = True) -> None:
         """Freeze the first `depth` layer modules and thaw all others.
 
-        Its output may be detached if the caller and the cut allow it. Every change is noted before
-        it is made: behind an interrupt the next call, for any depth, starts from a thawed model.
+        Their output is detached where the caller and the cut allow it. After an interrupted call
+        the next one, for any depth, starts from a thawed model.
         """
         kept = depth if self.is_whole else 0
         self.is_whole = False
@@ -106,8 +104,8 @@ class Freezer:
         elsewhere = {part for _, part in self._model.named_modules(memo=set(front))}
 
         def serves(part: nn.Module) -> bool:
-            # A name elsewhere is a use of a submodule without parameters. One with parameters may
-            # just have two names: the layer module that its parameters are in tells where it is.
+            # A submodule without parameters that has a name elsewhere is used there. One with
+            # parameters may just have two names, and is where its parameters are.
             if part in later or any(p.requires_grad for p in part.parameters(recurse=False)):
                 return True
             return part in elsewhere and next(part.parameters(), None) is None
@@ -132,11 +130,11 @@ class Freezer:
 
 
 def _needs_mode(part: nn.Module) -> bool:
-    """Return whether a submodule keeps its mode, since that means more than its own layers.
+    """Return whether a submodule keeps its mode, since more depends on it than its own layers.
 
-    By that of quantized weights their library may pack them for inference, for good. By that of its
-    first layer `nn.TransformerEncoder` hands nested tensors to all, also to those in training. One
-    with a `train` of its own has its user's mode.
+    In eval mode quantized weights may be packed for inference, for good, and a
+    `nn.TransformerEncoder` hands nested tensors to all of its layers if the first one is in it. A
+    submodule with a `train` of its own has its user's mode.
     """
     train = vars(part).get("train")
     is_of_a_copy = getattr(train, "func", None) is type(part).train  # of one that was frozen
@@ -148,7 +146,7 @@ def _needs_mode(part: nn.Module) -> bool:
 
 
 class _Held:
-    """One frozen parameter; attributes on it see its `requires_grad_`, and are in no pickle."""
+    """One frozen parameter, with attributes that see its `requires_grad_` and are in no pickle."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
@@ -195,14 +193,11 @@ class _Held:
 
 
 class _Train:
-    """`module.train` of a submodule that stays in eval mode; it notes the mode it would have.
-
-    Copies and pickles have the method of the class in its place, so that they follow `train()`.
-    """
+    """`module.train` of a submodule that stays in eval mode; copies have that of the class."""
 
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self._module, self._model = module, model
-        # The mode that it has by itself; None where it has the model's.
+        # The mode that the user gave it; None where it follows the model's.
         self._wish = None if module.training == model.training else module.training
         self._version = getattr(self._count, "_version", 0)
 
@@ -239,18 +234,17 @@ class _Train:
 
 
 class _Boundary:
-    """Hooks at the output of the frozen front, which stop gradients that nothing behind it needs.
+    """Hooks that detach the output of the frozen front.
 
     A tied embedding, or an activation that requires a gradient for the sake of checkpoints, would
     keep the backward pass of the whole front. Nothing is detached in a pass whose inputs require a
-    gradient, outside of a call of the model (its parts may be called one by one), and while a
-    parameter in one of the `places`, tables and names, trains: the user's own, or others in their
-    place (`torch.func`).
+    gradient, outside of a call of the model, and while a parameter in one of the `places` (a table
+    and a name in it) trains: the user's own, or another in its place (`torch.func`).
     """
 
     def __init__(self, model: nn.Module, tap: nn.Module, places: list[tuple[Any, str]]) -> None:
         self._model, self._tap, self._places = model, tap, places
-        # `was` of the last call of the model, for what a checkpoint computes anew.
+        # Whether inputs require a gradient; `was`: in the last call, which checkpoints repeat.
         self._is_asked = self._was_asked = True
 
     def open(self) -> None:

@@ -1,7 +1,7 @@
 """Taking a model apart into pieces, and grouping its repeated blocks by size (paper §6.3).
 
-- *weight matrices* of a submodule: its parameters of two or more dimensions, but no embedding
-  tables, tokens or positions [1, n, d], which are looked up, not multiplied with.
+- *weight matrices*: parameters of two or more dimensions, but no embedding tables, tokens or
+  positions [1, n, d], which are looked up, not multiplied with.
 - *unit*: a submodule with at most one weight matrix, such as a convolution or a normalisation.
 - *block*: an outermost instance of a class that repeats, with two weight matrices or more.
 - *stage*: an instance of a repeated class that is little more than a chain of blocks.
@@ -66,8 +66,7 @@ def tables_in(module: nn.Module) -> set[nn.Parameter]:
 def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ...]:
     """Take a model without wrappers apart, in the order of definition.
 
-    The blocks are the outermost submodules whose names `pattern` matches in full; without one they
-    are found by classes that repeat.
+    Blocks are the outermost submodules whose full names match `pattern`, or are found without one.
 
     Raises:
         UnsupportedModelError: parameters, their shapes or matches are missing.
@@ -176,7 +175,7 @@ class _Census:
     def _is_stage(self, module: nn.Module) -> bool:
         """Return whether a module holds siblings, and beside them less than one sibling.
 
-        Experts inside a transformer block are siblings too, but its attention outweighs each.
+        Experts in a transformer block are siblings too, but its attention outweighs each.
         """
         siblings = [self._weights[sibling] for sibling in self._siblings(module)]
         rest = self._weights[module].difference(*siblings)
@@ -213,8 +212,8 @@ def group_atoms(
 ) -> list[Group]:
     """Group atoms of these names and sizes, front to back, into layer modules.
 
-    Stages are found first; those under `minimum_share` of the total join a neighbour, and those
-    well over `target_share` are split into parts of similar size. The last atom stays alone.
+    Stages under `minimum_share` of the total join a neighbour, and those well over `target_share`
+    are split into parts of similar size. The last atom stays alone.
     """
     stages = _join_small(_find_stages(names, sizes), sizes, minimum_share * total)
     *groups, last = (part for stage in stages for part in _split(stage, sizes, total, target_share))
@@ -259,9 +258,8 @@ def _home(name: str, names: Sequence[str]) -> str:
 
 
 def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
-    """Return whether the size changes by a factor of `JUMP` at atom i, and not only for one atom.
-
-    Sizes that alternate, as those of every other block with experts, make no stage.
+    """Return whether the size changes by a factor of `JUMP` at atom i, and for more than one atom:
+    sizes that alternate, as where every other block has experts, make no stage.
     """
 
     def differ(a: int, b: int) -> bool:
@@ -299,9 +297,8 @@ def _split(stage: Group, sizes: Sequence[int], total: int, target_share: float) 
 
 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return where to split into contiguous parts with the least sum of squared sizes.
-
-    Of equally good splits it is the one with longer parts in front.
+    """Return where to split into contiguous parts with the least sum of squared sizes, and longer
+    parts in front where that is equal.
     """
     sums = [0, *accumulate(sizes)]
     costs = [(sums[-1] - sums[start]) ** 2 for start in range(len(sizes))]  # the rest as one part

@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from egeria import dist, tree
 from egeria.random_state import Generator, kept_random_state, restoring
 
-OF_THE_LOSS = "num_items_in_batch"
-"""By which models of transformers divide their loss: of an optimizer step, not of a sample."""
+OF_THE_LOSS = "num_items_in_batch"  # by which transformers divide the loss of an optimizer step
 _own_passes = threading.local()
+# By model: calls that restore what a pass of ours under way may change.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""By model: calls that restore what a pass of ours under way may change."""
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
@@ -45,8 +44,7 @@ class Autocast:
 
     def context(self) -> torch.autocast:
         """Return a context with this setting."""
-        # A forward pass in training must not find weights in the cache that were cast without
-        # gradients.
+        # No cache: in training no weights may be found that were cast without gradients.
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
@@ -69,20 +67,10 @@ class Batch:
         return self.args, dict(self.kwargs)
 
     @property
-    def needs_grad(self) -> bool:
-        """Whether something in front of the model is in training too, such as a soft prompt."""
-        return tree.requires_grad(self.arguments)
-
-    @property
     def num_rows(self) -> int | None:
         """Samples, where all of its tensors but that of the loss agree on their number."""
         named = [value for name, value in self.kwargs.items() if name != OF_THE_LOSS]
         return tree.num_rows((self.args, named))
-
-    @property
-    def unreadable(self) -> str:
-        """Path and type of an argument that cannot be read, see `tree.unreadable`."""
-        return tree.unreadable(self.args, "args") or tree.unreadable(dict(self.kwargs), "kwargs")
 
     @property
     def contents(self) -> list[tuple[str, Any]]:
@@ -91,9 +79,8 @@ class Batch:
         return sorted(found, key=itemgetter(0))
 
     def first_rows(self, count: int | None) -> Batch:
-        """Return a copy cut to `count` samples, detached; whole where that is None or not possible.
-
-        What the loss is divided by stays as it is. A copy, because a model may overwrite its input.
+        """Return a copy, which a model may overwrite, detached and cut to `count` samples; whole
+        where that is None or not possible.
         """
         args, kwargs = tree.detach(self.arguments)
         of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
@@ -121,20 +108,19 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
     """Put the model in inference mode for the block and leave no trace behind.
 
     The block has copies of buffers, and of attributes that are tensors or containers. Restored
-    afterwards, also when it raises: the attributes of every submodule with its mode, random
-    generators, weights that were given other memory (`weight.data = ...`), and the random state.
-    Forward hooks are silent: they may collect what they see. Pre-hooks run, since some compute
-    weights. Nothing is compiled, and the fused path of `nn.TransformerEncoder`, which calls no
-    submodule, is off. So is the attention of cuDNN where another can take its place, in any mode:
-    it makes a plan for each new shape, the first in 1.8 s and later ones in 0.15 s on an H100.
+    afterwards, also when it raises: the attributes and the mode of every submodule, the random
+    state, generators, and weights that were given other memory (`weight.data = ...`). Forward hooks
+    are silent, since they may collect what they see; pre-hooks run, since some compute weights.
+    Nothing is compiled. The fused path of `nn.TransformerEncoder`, which calls no submodule, is
+    off, and in any mode so is the attention of cuDNN where another can take its place: it takes
+    1.8 s for its first plan and 0.15 s for each new shape on an H100.
 
     Args:
         model: the model to run.
         as_training: leave modes, gradients and fused paths as they are in training.
 
     Raises:
-        RuntimeError: the block communicates with other processes of the job, which take no part in
-            it.
+        RuntimeError: the block communicates with other processes, which take no part in it.
     """
     finish(model)
     modules, fused = list(model.modules()), torch.backends.mha
@@ -234,8 +220,8 @@ def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
 def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
     """Return the activations [B, ...] of submodules for the batch, running the model no further.
 
-    That is the first floating-point tensor of two dimensions or more that each gives when it is
-    called first, detached; those that give none are left out.
+    Each is the first floating-point tensor of two dimensions or more that the first call gives,
+    detached; submodules that give none are left out.
     """
     missing, found = set(taps), dict[str, Tensor]()
 
