@@ -31,7 +31,7 @@ from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
-from egeria.model.cut import find_trained_norms, is_mostly_trained, make_modules, settings_of_cut
+from egeria.model.cut import is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.hooks import copies_of_computed
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
@@ -194,7 +194,7 @@ def advise(
     _check_training(model, optimizers)
     pretrained = settings.policy.pretrained
     if pretrained == "auto":  # found now, since training changes the normalisation layers
-        pretrained = is_mostly_trained(find_trained_norms(model))
+        pretrained = is_mostly_trained(model)
     settings = replace(
         settings,
         policy=PolicyConfig(pretrained=pretrained),
@@ -232,7 +232,7 @@ def plan(
     settings, optimizers = read_config(config, None, None), _listed(optimizer)
     _check_training(model, optimizers)
     check("total_steps", total_steps, optional(count()))
-    came_trained = is_mostly_trained(find_trained_norms(model))
+    came_trained = is_mostly_trained(model)
     given = settings.policy.pretrained
     pretrained = came_trained if given == "auto" else bool(given)
     cut = settings_of_cut(asdict(settings.modules), is_pretrained=pretrained)

@@ -29,13 +29,7 @@ from egeria.config import ModulesConfig
 from egeria.config.checks import check, wrong_plan
 from egeria.controller import choose
 from egeria.errors import ConfigError, EgeriaError, brief
-from egeria.model.cut import (
-    LayerModule,
-    find_trained_norms,
-    is_mostly_trained,
-    make_modules,
-    settings_of_cut,
-)
+from egeria.model.cut import LayerModule, is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.group import find_pieces
 from egeria.model.watch import Watch
 from egeria.report.wording import percent
@@ -110,7 +104,7 @@ def _modules(arguments: argparse.Namespace, console: Console) -> int:
         what, found = f"{arguments.model} must return a torch.nn.Module", type(model).__name__
         raise ConfigError(f"{what}, or (model, example), found {found}. Return one of these.")
     settings = asdict(ModulesConfig(pattern=arguments.pattern))
-    settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
+    settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(model))
     watch, order = None, "In definition order; a run takes the order of its first step."
     if example is not None:
         watch, order = Watch(model, find_pieces(model, arguments.pattern)), "In execution order."

@@ -113,9 +113,8 @@ class Layout:
     def join(self, rows: Sequence[Tensor], kind: Kind, device: torch.device) -> Tensor | None:
         """Return what crosses for a batch of a kind; None where the rows do not fit it."""
         axis = self.length_axis
-        found = (torch.empty_like if axis is None else torch.zeros_like)(
-            kind.crossing, device="cpu"
-        )
+        make = torch.empty_like if axis is None else torch.zeros_like
+        found = make(kind.crossing, device="cpu")
         for whole, row in zip(found.movedim(self.axis, 0), rows, strict=True):
             place = whole if axis is None else whole.narrow(axis, 0, row.shape[axis])
             if place.shape != row.shape:
@@ -163,15 +162,14 @@ class Boundary:
     def versions(self) -> int | None:
         """A number that changes with each write to a frozen parameter that torch counts; None while
         one has another in its place. Buffers are copied in every pass of DistributedDataParallel.
+
+        Raises:
+            UncacheableError: one was switched on again.
         """
+        require(not any(weight.requires_grad for *_, weight in self._slots), TRAINED)
         if any(table.get(key) is not weight for table, key, weight in self._slots):
             return None
         return sum(int(weight._version) for *_, weight in self._slots)
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a frozen parameter was switched on again."""
-        return any(weight.requires_grad for *_, weight in self._slots)
 
     @property
     def is_hooked(self) -> bool:
@@ -192,11 +190,11 @@ class Boundary:
         """Return what notes all that the roots give from now on, until `close`."""
         record = Record(self.tap)
 
-        def note(_boundary: Boundary, _root: nn.Module, _args: Any, output: Any, name: str) -> None:
-            record.note(name, output)
+        def note(name: str, *given: Any) -> None:
+            record.note(name, given[-1])  # what the root gave
 
         for name, root in self.roots.items():
-            root.register_forward_hook(Hook(self, partial(note, name=name)))
+            root.register_forward_hook(Hook(self, partial(note, name)))
         return record
 
     def close(self) -> None:
@@ -218,12 +216,11 @@ class Boundary:
                 "no tensor"
             )
         tables = {name for name, root in self.roots.items() if isinstance(root, nn.Embedding)}
-        skipped = once - tables | {self.tap}
-        for known in [*self._kinds.values()][:1]:
-            differing = next(iter(skipped ^ known.blanks.keys()), "")
-            require(not differing, f"{differing} does not run in each forward pass")
-        blanks = {name: record.blanks[name] for name in skipped}
+        blanks = {name: record.blanks[name] for name in once - tables | {self.tap}}
         kind = Kind(blanks=blanks, crossing=torch.empty_like(value, device="meta"))
+        known = next(iter(self._kinds.values()), kind)
+        differing = next(iter(blanks.keys() ^ known.blanks.keys()), "")
+        require(not differing, f"{differing} does not run in each forward pass")
         return self._kinds.setdefault(signature(batch), kind), value
 
     @contextmanager
@@ -269,10 +266,10 @@ def require(condition: bool, reason: str) -> None:
 
 def signature(batch: Batch) -> Hashable:
     """Return a value that is equal for calls that run alike: by shapes, types and plain values."""
-    found, told = batch.contents, list[Hashable]()
-    for name, value in found:
-        is_tensor = isinstance(value, Tensor)
-        told.append((name, value.shape, value.dtype, value.device) if is_tensor else repr(value))
+    told: list[Hashable] = [
+        (name, e.shape, e.dtype, e.device) if isinstance(e, Tensor) else (name, repr(e))
+        for name, e in batch.contents
+    ]
     return (batch.autocast, *told)
 
 
@@ -286,9 +283,7 @@ def _refusal(name: str, output: Any) -> str:
     """Return why what a root gives cannot be stored; empty where it can."""
     if tree.requires_grad(output):
         return f"what {name} gives needs a gradient: something in front of it is in training"
-    plain = list(tree.leaves(output))
-    odd = [t for t in plain if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided]
-    if odd or len(plain) != len(tree.tensors(output)):
+    if len(list(tree.leaves(output))) != len(tree.tensors(output)):
         return (
             f"{name} gives an object of its own with tensors inside, which cannot be stored; "
             "return tensors, tuples or dictionaries"

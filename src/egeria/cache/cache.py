@@ -76,8 +76,8 @@ class Cache:
         except (UncacheableError, OSError) as error:
             self.refuse(modules[-1].name, str(error))
             return
-        given = boundary, store, self.settings, self.recorder
-        self._generation = Generation(*given, num_batches=self.num_batches, guard=self._guard)
+        given = self.settings, self.recorder, self.num_batches
+        self._generation = Generation(boundary, store, *given, self._guard)
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self.model)
         attributes["forward"] = CachedForward(self, self.model, attributes.get("forward"))

@@ -52,26 +52,24 @@ class Found:
     value: Tensor | None = None  # what crosses, where the front can be left out
 
 
+@dataclass(eq=False)
 class Generation:
     """What is stored behind one boundary, how it is used, and the passes made with it.
 
-    What fails raises `UncacheableError`: the boundary is of no use from then on. Behind a pass of
-    the user's `guard` makes a context that takes such an error. `num_batches` are those of an
-    epoch, None where nobody knows.
+    What fails raises `UncacheableError`: the boundary is of no use from then on.
     """
 
-    def __init__(
-        self,
-        boundary: Boundary,
-        store: Store,
-        settings: CacheConfig,
-        recorder: Recorder,
-        *,
-        num_batches: int | None,
-        guard: Callable[[Generation], AbstractContextManager[None]],
-    ) -> None:
-        self.boundary, self.store, self._recorder = boundary, store, recorder
-        self._guard, self._epoch_batches = guard, num_batches or UNKNOWN_EPOCH
+    boundary: Boundary
+    store: Store
+    settings: CacheConfig
+    recorder: Recorder
+    num_batches: int | None  # of an epoch; None where nobody knows
+    # Makes a context that takes such an error behind a pass of the user's.
+    guard: Callable[[Generation], AbstractContextManager[None]]
+
+    def __post_init__(self) -> None:
+        settings, waits = self.settings, isinstance(self.store, FileStore)
+        self._epoch_batches = self.num_batches or UNKNOWN_EPOCH
         # At least one check is made in an epoch.
         self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
         self._until_check = self._check_every
@@ -87,7 +85,7 @@ class Generation:
         # CPU time of this thread, which leaves out what other programs take.
         self._served_s = deque[float](maxlen=0 if settings.gate == "open" else REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
-        waits = boundary.device.type != "cpu" or isinstance(store, FileStore)
+        waits = waits or self.boundary.device.type != "cpu"
         self._last, self._now = (False, 0.0), time.perf_counter if waits else time.thread_time
 
     def close(self, number: int) -> None:
@@ -95,7 +93,7 @@ class Generation:
         self.boundary.close()
         self.store.close()
         used = CacheUsed(
-            step=self._recorder.step,
+            step=self.recorder.step,
             boundary=self.boundary.name,
             generation=number,
             size_bytes=self.store.size_bytes,
@@ -103,7 +101,7 @@ class Generation:
             damaged=self.store.damaged,
             **self._counts,
         )
-        self._recorder.write(used)
+        self.recorder.write(used)
 
     def look_up(self, batch: Batch) -> Found | None:
         """Return what is known of a batch; None where it is to be computed and forgotten."""
@@ -115,7 +113,6 @@ class Generation:
         arguments = {"args": batch.args, "kwargs": batch.kwargs}
         unreadable = tree.unreadable(arguments).removeprefix(".")
         require(not unreadable, f"the contents of {unreadable} cannot be read")
-        require(not self.boundary.is_trained, "a frozen layer trains again")
         versions, (keys, lengths) = self.boundary.versions, self._keys(batch)
         if versions is None or keys is None:
             return None
@@ -158,7 +155,7 @@ class Generation:
             failure = brief(error)
         restore()
         output = call()
-        with self._guard(self):
+        with self.guard(self):
             # A loss of NaN is the user's own where the plain pass gives one too.
             require(has_nan(output), f"without the frozen layers {failure}")
         return output
@@ -174,7 +171,7 @@ class Generation:
             output = call()
         finally:
             self.boundary.close()
-        with self._guard(self):
+        with self.guard(self):
             self._take_in(found, record)
         return output
 
@@ -182,7 +179,7 @@ class Generation:
         """Make a pass with the front; note what it and its backward pass show until the next."""
         record = self._watched = self.boundary.record()
         output = call()
-        with self._guard(self):
+        with self.guard(self):
             record.value = None
             record.await_backward(output, batch)
         return output
@@ -225,7 +222,7 @@ class Generation:
         rows = self.store.read(found.keys)
         if self.store.damaged:
             what = "serving stored rows that are damaged"
-            self._recorder.decline(what, "they are computed again")
+            self.recorder.decline(what, "they are computed again")
         whole = [row for row in rows if row is not None]
         found.known = [index for index, row in enumerate(rows) if row is not None]
         if len(whole) < len(rows):
@@ -251,7 +248,7 @@ class Generation:
         if store.is_full:
             require(store.size_bytes > 0, store.error or "not one batch fits into what may be used")
             if store.error:
-                self._recorder.decline("storing more activations", store.error)
+                self.recorder.decline("storing more activations", store.error)
 
     def _check(self, found: Found, rows: Sequence[Tensor], limit: float) -> None:
         """Raise UncacheableError if a few stored rows are not what the front gives now."""

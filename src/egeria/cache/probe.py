@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from egeria import tree
-from egeria.cache.boundary import Boundary, Kind, Layout, Record, require
+from egeria.cache.boundary import Boundary, Layout, Record, require
 from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
 from egeria.model.passes import Batch, capture, undisturbed
@@ -31,8 +31,11 @@ def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
     Raises:
         UncacheableError: the frozen layers cannot be left out; the message is the reason.
     """
+    model = boundary.model
     try:
-        record, computed = _compute(boundary, batch)
+        with undisturbed(model, as_training=True):
+            record = boundary.record()  # its hooks go with the end of the block
+            computed = _run(model, batch)
     except Exception as error:
         raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
     kind, value = boundary.learn(batch, record)
@@ -43,9 +46,10 @@ def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
             raise UncacheableError(f"what {boundary.tap} gives cannot be put together again")
         kept = true_positions(batch) if layout.cut_names and ignores_padding else None
         try:
-            found = _without_padding(_replay(boundary, batch, kind, given), kept)
-            wanted = _without_padding(computed, kept)
-            differing = first_difference(found, wanted, layout.limit)
+            with undisturbed(model, as_training=True), boundary.replaying(kind, given):
+                outcomes = _run(model, batch), computed
+            own, wanted = (_without_padding(outcome, kept) for outcome in outcomes)
+            differing = first_difference(own, wanted, layout.limit)
         except Exception as error:
             differing = f"the pass fails ({brief(error)}), and nothing"
         if not differing:
@@ -57,22 +61,9 @@ def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
     )
 
 
-def _compute(boundary: Boundary, batch: Batch) -> tuple[Record, dict[str, Any]]:
-    """Run the whole model; return what the front gave, and all that the pass gave and changed."""
-    with undisturbed(boundary.model, as_training=True):
-        record = boundary.record()  # its hooks go with the end of the block
-        return record, _run(boundary, batch)
-
-
-def _replay(boundary: Boundary, batch: Batch, kind: Kind, value: Tensor) -> dict[str, Any]:
-    """Run the model without its front; return all that the pass gave and changed."""
-    with undisturbed(boundary.model, as_training=True), boundary.replaying(kind, value):
-        return _run(boundary, batch)
-
-
-def _run(boundary: Boundary, batch: Batch) -> dict[str, Any]:
-    """Run the model within `undisturbed`; return all that the pass gave and changed, by name."""
-    model, own = boundary.model, batch.first_rows(None)  # a model may overwrite its input
+def _run(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Run a model within `undisturbed`; return all that the pass gave and changed, by name."""
+    own = batch.first_rows(None)  # a model may overwrite its input
     seed_random_state(model, 0)
     with own.autocast.context():
         output = model(*own.args, **own.kwargs)

@@ -21,7 +21,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class Compilation:
-    """Owns the settings of torch for one model, until `close`: each change of depth compiles anew."""
+    """Owns the settings of torch for one model, until `close`; each change of depth compiles."""
 
     def __init__(self) -> None:
         self._before: Any = None

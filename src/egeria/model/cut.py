@@ -145,26 +145,21 @@ def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict
 
 
 @torch.no_grad()
-def find_trained_norms(model: nn.Module) -> dict[str, bool]:
-    """Return for each normalisation layer, by its dotted name, whether it was ever trained.
+def is_mostly_trained(model: nn.Module) -> bool:
+    """Return whether most normalisation layers were trained before, so that this is fine-tuning.
 
     They begin with all weights equal, 1 or 0, and with the statistics of no data. Of sharded
     parameters the part of this process is judged.
     """
-    found = dict[str, bool]()
-    for name, module in model.named_modules():
-        is_norm = "norm" in type(module).__name__.lower()
-        own = [getattr(module, key, None) for key in ("weight", "running_mean") if is_norm]
+    norms = [part for part in model.modules() if "norm" in type(part).__name__.lower()]
+    told = list[bool]()  # of each that has such numbers, whether it was trained
+    for norm in norms:
+        own = [getattr(norm, name, None) for name in ("weight", "running_mean")]
         vectors = [e for e in own if isinstance(e, Tensor) and e.dim() == 1 and not e.is_meta]
         parts = [tree.own_part(e) for e in vectors if e.is_floating_point()]
         if parts:
-            found[name] = not all(bool((part == part[:1]).all()) for part in parts)
-    return found
-
-
-def is_mostly_trained(norms: Mapping[str, bool]) -> bool:
-    """Return whether most normalisation layers were trained before, so that this is fine-tuning."""
-    return 2 * sum(norms.values()) > len(norms)
+            told.append(not all(bool((part == part[:1]).all()) for part in parts))
+    return 2 * sum(told) > len(told)
 
 
 def _find_line(
@@ -250,10 +245,9 @@ def _group(
     """Group atoms by size, next to which the vocabulary of a multilingual model does not count."""
     named, tables = dict(model.named_parameters()), tables_in(model)
     cores, shapes = [atom.core for atom in atoms], {table.shape for table in tables}
-    inside: set[str] = set()
-    for core in cores:
-        if any(p.ndim >= 2 and p not in tables for p in core.module.parameters()):
-            inside.update(core.parameters)
+    weights = {core: set(core.module.parameters()) - tables for core in cores}
+    have_matrices = [core for core in cores if any(p.ndim >= 2 for p in weights[core])]
+    inside = {name for core in have_matrices for name in core.parameters}
     counted = (p for name, p in named.items() if name in inside or p.shape not in shapes)
     total, names = sum(parameter.numel() for parameter in counted), [core.name for core in cores]
     sizes = [sum(named[name].numel() for name in core.parameters) for core in cores]

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -206,7 +207,6 @@ def group_atoms(
     names: Sequence[str],
     sizes: Sequence[int],
     total: int,
-    *,
     target_share: float,
     minimum_share: float,
 ) -> list[Group]:
@@ -301,16 +301,14 @@ def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
     parts in front where that is equal.
     """
     sums = [0, *accumulate(sizes)]
-    costs = [(sums[-1] - sums[start]) ** 2 for start in range(len(sizes))]  # the rest as one part
-    choices: list[list[int]] = []  # for one part more each time: where the second part begins
-    for parts in range(2, num_parts + 1):
-        best: list[tuple[int, int]] = []
-        for start in range(len(sizes) - parts + 1):
-            edges = range(start + 1, len(sizes) - parts + 2)
-            best.append(min(((sums[e] - sums[start]) ** 2 + costs[e], -e) for e in edges))
-        costs = [cost for cost, _ in best]
-        choices.append([-edge for _, edge in best])
-    begins = [0]
-    for choice in reversed(choices):
-        begins.append(choice[begins[-1]])
-    return begins[1:]
+
+    @cache
+    def split(start: int, num_parts: int) -> tuple[int, list[int]]:
+        """Return the least cost of parts from here on, and where those behind the first begin."""
+        if num_parts == 1:
+            return (sums[-1] - sums[start]) ** 2, []
+        edges, left = range(start + 1, len(sizes) - num_parts + 2), num_parts - 1
+        cost, edge = min(((sums[e] - sums[start]) ** 2 + split(e, left)[0], -e) for e in edges)
+        return cost, [-edge, *split(-edge, left)[1]]
+
+    return split(0, num_parts)[1]

@@ -67,12 +67,6 @@ class Batch:
         return self.args, dict(self.kwargs)
 
     @property
-    def num_rows(self) -> int | None:
-        """Samples, where all of its tensors but that of the loss agree on their number."""
-        named = [value for name, value in self.kwargs.items() if name != OF_THE_LOSS]
-        return tree.num_rows((self.args, named))
-
-    @property
     def contents(self) -> list[tuple[str, Any]]:
         """Tensors and plain values but that of the loss, by their paths in `arguments`, sorted."""
         found = (entry for entry in tree.contents(self.arguments) if OF_THE_LOSS not in entry[0])
