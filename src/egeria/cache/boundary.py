@@ -95,28 +95,26 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How what crosses is taken apart by sample."""
+    """How what crosses [B, ...] is taken apart by sample."""
 
-    axis: int  # of the samples
-    length_axis: int | None = None  # of a row: it follows the length of a sequence without padding
-    cut_names: frozenset[str] = frozenset()  # of the arguments that are cut to that length too
     limit: float  # relative difference that counts as rounding
+    # Of the arguments that are cut to the lengths of their rows, as what crosses [B, T, ...] is;
+    # none where padding counts.
+    cut_names: frozenset[str] = frozenset()
 
     def split(self, value: Tensor, lengths: Sequence[int] | None) -> list[Tensor]:
         """Return the rows of what crosses, on the CPU, cut to their lengths."""
-        rows = value.movedim(self.axis, 0).cpu()
-        if self.length_axis is None or lengths is None:
-            return list(rows)
-        cut = zip(rows, lengths, strict=True)
-        return [row.narrow(self.length_axis, 0, length) for row, length in cut]
+        rows = list(value.cpu())
+        if not self.cut_names or lengths is None:
+            return rows
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def join(self, rows: Sequence[Tensor], kind: Kind, device: torch.device) -> Tensor | None:
         """Return what crosses for a batch of a kind; None where the rows do not fit it."""
-        axis = self.length_axis
-        make = torch.empty_like if axis is None else torch.zeros_like
+        make = torch.zeros_like if self.cut_names else torch.empty_like
         found = make(kind.crossing, device="cpu")
-        for whole, row in zip(found.movedim(self.axis, 0), rows, strict=True):
-            place = whole if axis is None else whole.narrow(axis, 0, row.shape[axis])
+        for whole, row in zip(found, rows, strict=True):
+            place = whole[: len(row)] if self.cut_names else whole
             if place.shape != row.shape:
                 return None
             place.copy_(row)
@@ -190,11 +188,11 @@ class Boundary:
         """Return what notes all that the roots give from now on, until `close`."""
         record = Record(self.tap)
 
-        def note(name: str, *given: Any) -> None:
+        def note(*given: Any, name: str) -> None:
             record.note(name, given[-1])  # what the root gave
 
         for name, root in self.roots.items():
-            root.register_forward_hook(Hook(self, partial(note, name)))
+            root.register_forward_hook(Hook(self, partial(note, name=name)))
         return record
 
     def close(self) -> None:

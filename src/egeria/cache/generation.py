@@ -207,12 +207,10 @@ class Generation:
 
     def _keys(self, batch: Batch) -> tuple[list[bytes] | None, list[int] | None]:
         """Return the keys of the rows of a batch, and their lengths where they are cut."""
-        layout = self._layout
-        if layout is None or layout.length_axis is None:
+        if self._layout is None or not (cut_names := self._layout.cut_names):
             return row_keys(batch), None
         lengths = true_lengths(batch)
-        keys = None if lengths is None else row_keys(batch, lengths, layout.cut_names)
-        return keys, lengths
+        return None if lengths is None else row_keys(batch, lengths, cut_names), lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
         """Return what crosses for a batch whose rows are stored; None where it is to be computed,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,16 +91,16 @@ def _find_layouts(
     boundary: Boundary, batch: Batch, value: Tensor, limit: float
 ) -> Iterator[Layout]:
     """Yield how what crosses may be taken apart by sample, best first."""
-    whole = _find_layout(boundary, batch, value, limit)
-    if (axis := _find_length_axis(boundary, batch, whole, value)) is not None:
+    _check_rows(boundary, batch, value, limit)
+    if _can_cut(boundary, batch, value, limit):
         rows = [(name, e) for name, e in batch.contents if isinstance(e, Tensor)]
         names = frozenset(name for name, entry in rows if is_cut(entry, batch))
-        yield replace(whole, length_axis=axis, cut_names=names)
-    yield whole
+        yield Layout(limit=limit, cut_names=names)
+    yield Layout(limit=limit)
 
 
-def _find_layout(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> Layout:
-    """Find the axis of samples by running half of them: no row may depend on others."""
+def _check_rows(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> None:
+    """Run the front on half of the samples: no row of what crosses may depend on others."""
     num_rows, tap = count_rows(batch), boundary.tap
     require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
     some = list(range(num_rows - 1, -1, -2))
@@ -110,45 +109,34 @@ def _find_layout(boundary: Boundary, batch: Batch, value: Tensor, limit: float) 
     except Exception as error:
         reason = f"the frozen layers fail on some rows of a batch ({brief(error)})"
         raise UncacheableError(reason) from error
-    axes = _changed(value, part)
     require(
-        [(value.shape[axis], part.shape[axis]) for axis in axes] == [(num_rows, len(some))],
-        f"what {tap} gives has no axis with one row for each sample: {tuple(value.shape)} for "
+        value.shape == (num_rows, *part.shape[1:]) and len(part) == len(some),
+        f"what {tap} gives does not have one row for each sample: {tuple(value.shape)} for "
         f"{num_rows} samples, {tuple(part.shape)} for {len(some)}",
     )
-    expected = value.index_select(axes[0], torch.tensor(some, device=value.device))
     require(
-        _is_close(part, expected, limit),
+        _is_close(part, value[some], limit),
         f"what {tap} gives for a sample is random, or depends on the other samples of its "
         "batch or on earlier calls",
     )
-    return Layout(axis=axes[0], limit=limit)
 
 
-def _find_length_axis(
-    boundary: Boundary, batch: Batch, layout: Layout, value: Tensor
-) -> int | None:
-    """Return the axis of a row that follows the length, by running the shorter rows of the batch
-    with their padding cut; None where there is none.
-    """
+def _can_cut(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> bool:
+    """Return whether the shorter rows of a batch [B, T, ...] are the same without their padding."""
     if true_positions(batch) is None or (lengths := true_lengths(batch)) is None:
-        return None
+        return False
     full = batch.kwargs["attention_mask"].shape[1]
     short = max(length for length in lengths if length < full)
     chosen = [row for row, length in enumerate(lengths) if length <= short]
     try:
         part = _run_front(boundary, take(batch, chosen, short))
     except Exception:  # whatever a model raises on sequences cut short
-        return None
-    rows, found = layout.split(value, None), layout.split(part, None)
-    axes = _changed(rows[0], found[0])
-    if [(rows[0].shape[axis], found[0].shape[axis]) for axis in axes] != [(full, short)]:
-        return None
-    for index, row in zip(chosen, found, strict=True):
-        own, expected = (entry.narrow(axes[0], 0, lengths[index]) for entry in (row, rows[index]))
-        if not _is_close(own, expected, layout.limit):
-            return None
-    return axes[0]
+        return False
+    if value.shape[1] != full or part.shape != (len(chosen), short, *value.shape[2:]):
+        return False
+    ends = [(row, lengths[row]) for row in chosen]
+    pairs = [(own[:n], value[row, :n]) for own, (row, n) in zip(part, ends, strict=True)]
+    return all(_is_close(*pair, limit) for pair in pairs)
 
 
 def _tolerance(record: Record) -> float:
@@ -208,10 +196,3 @@ def _without_padding(outcome: dict[str, Any], kept: Tensor | None) -> dict[str, 
     found = {name: e for name, e in outcome.items() if name.startswith("output")}
     cut = {name: e for name, e in found.items() if getattr(e, "shape", ())[:2] == kept.shape}
     return {**outcome, **{name: entry[kept.to(entry.device)] for name, entry in cut.items()}}
-
-
-def _changed(first: Tensor, second: Tensor) -> list[int]:
-    """Return the axes along which two tensors have other sizes."""
-    if first.dim() != second.dim():
-        return []
-    return [axis for axis in range(first.dim()) if first.shape[axis] != second.shape[axis]]
