@@ -150,7 +150,7 @@ class Boundary:
         weights: list[Tensor] = [weight for *_, weight in self._slots]
         weights += [entry for root in self.roots.values() for entry in root.buffers()]
         self.device = next((weight.device for weight in weights), torch.device("cpu"))
-        self._kinds: dict[Hashable, Kind] = {}
+        self.kinds: dict[Hashable, Kind] = {}  # of calls that were recorded, by `signature`
         require(not any(weight.requires_grad for weight in weights), TRAINED)
         odd = {type(w).__name__ for w in weights if type(w) not in (Tensor, nn.Parameter)}
         require(not odd, f"weights of the frozen layers are a tensor subclass ({', '.join(odd)})")
@@ -179,10 +179,6 @@ class Boundary:
             not is_ours(hook) and not getattr(hook, "__module__", "").startswith("torch.nn.utils.")
             for hook in found
         )
-
-    def kind(self, batch: Batch) -> Kind | None:
-        """Return what is known of calls like this one; None for a new kind."""
-        return self._kinds.get(signature(batch))
 
     def record(self) -> Record:
         """Return what notes all that the roots give from now on, until `close`."""
@@ -216,10 +212,10 @@ class Boundary:
         tables = {name for name, root in self.roots.items() if isinstance(root, nn.Embedding)}
         blanks = {name: record.blanks[name] for name in once - tables | {self.tap}}
         kind = Kind(blanks=blanks, crossing=torch.empty_like(value, device="meta"))
-        known = next(iter(self._kinds.values()), kind)
+        known = next(iter(self.kinds.values()), kind)
         differing = next(iter(blanks.keys() ^ known.blanks.keys()), "")
         require(not differing, f"{differing} does not run in each forward pass")
-        return self._kinds.setdefault(signature(batch), kind), value
+        return self.kinds.setdefault(signature(batch), kind), value
 
     @contextmanager
     def replaying(self, kind: Kind, value: Tensor) -> Iterator[None]:

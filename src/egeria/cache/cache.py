@@ -27,16 +27,14 @@ from egeria.model.cut import LayerModule
 from egeria.model.passes import Batch
 
 WHAT = "skipping the frozen forward pass"
-LEAST_EPOCHS = 1.2
-"""Epochs that the front must stay frozen: the first one fills the store."""
+LEAST_EPOCHS = 1.2  # that the front must stay frozen: the first one fills the store
 
 
 @dataclass(eq=False, kw_only=True)
 class Cache:
     """Makes the training passes of a model whose front is frozen, and fills itself by them.
 
-    A store that fails, a boundary that cannot be proven or inputs that never come again cost the
-    saving, not the training: passes are computed from then on.
+    Whatever fails costs the saving, not the training: passes are computed from then on.
     """
 
     model: nn.Module  # without wrappers
@@ -53,11 +51,9 @@ class Cache:
     _is_own_pass: bool = False
 
     def follow(self, modules: Sequence[LayerModule], epochs_ahead: float | None) -> None:
-        """Move the boundary behind these frozen layer modules; what was stored before goes.
+        """Move the boundary behind these frozen layer modules, front to back; what was stored goes.
 
-        Args:
-            modules: front to back; none for nothing.
-            epochs_ahead: for how long it stays there; None where nobody knows.
+        `epochs_ahead` tells for how long it stays there, None where nobody knows.
         """
         self.close()
         if not modules:

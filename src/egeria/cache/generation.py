@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.cache.boundary import HOOKED, Boundary, Kind, Layout, Record, has_nan, require
+from egeria.cache.boundary import (
+    HOOKED,
+    Boundary,
+    Kind,
+    Layout,
+    Record,
+    has_nan,
+    require,
+    signature,
+)
 from egeria.cache.probe import difference, prove
 from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
 from egeria.config import CacheConfig
@@ -68,24 +77,22 @@ class Generation:
     guard: Callable[[Generation], AbstractContextManager[None]]
 
     def __post_init__(self) -> None:
-        settings, waits = self.settings, isinstance(self.store, FileStore)
+        settings = self.settings
         self._epoch_batches = self.num_batches or UNKNOWN_EPOCH
         # At least one check is made in an epoch.
         self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
-        self._until_check = self._check_every
+        self._until_check, self._num_watched, self._largest_error = self._check_every, 0, 0.0
         self._versions: int | None = None
         self._layout: Layout | None = None  # once the boundary is proven
         self._watched: Record | None = None  # of the pass before, until then
-        self._num_watched = 0
         self._counts = Counter(hits=0, misses=0, repeats=0, batches=0, checks=0)
-        self._largest_error = 0.0
         # Rows since the last review, and those of them that were stored when they came.
         self._seen = self._seen_again = 0
         # Seconds from one pass to the next, where both were of the same kind. Without waits it is
         # CPU time of this thread, which leaves out what other programs take.
         self._served_s = deque[float](maxlen=0 if settings.gate == "open" else REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
-        waits = waits or self.boundary.device.type != "cpu"
+        waits = self.boundary.device.type != "cpu" or isinstance(self.store, FileStore)
         self._last, self._now = (False, 0.0), time.perf_counter if waits else time.thread_time
 
     def close(self, number: int) -> None:
@@ -119,7 +126,7 @@ class Generation:
         if versions != self._versions:
             self._versions, self._until_check = versions, 0
         known = [index for index, key in enumerate(keys) if key in self.store]
-        kind = self.boundary.kind(batch)
+        kind = self.boundary.kinds.get(signature(batch))
         found = Found(batch=batch, keys=keys, lengths=lengths, known=known, kind=kind)
         self._counts.update(batches=1, repeats=len(known))
         self._seen, self._seen_again = self._seen + len(keys), self._seen_again + len(known)
@@ -129,8 +136,9 @@ class Generation:
         return found
 
     def expect(self, batch: Batch) -> None:
-        """Prepare to serve a batch soon."""
-        self.store.expect(self._keys(batch)[0] or [])
+        """Prepare to serve a batch soon, where it takes time to read."""
+        if isinstance(self.store, FileStore):
+            self.store.expect(self._keys(batch)[0] or [])
 
     def make_pass(self, call: Call, found: Found) -> Any:
         """Make a pass without the front, where what crosses was found, or as it is."""

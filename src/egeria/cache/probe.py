@@ -13,11 +13,10 @@ from egeria import tree
 from egeria.cache.boundary import Boundary, Layout, Record, require
 from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
-from egeria.model.passes import Batch, capture, undisturbed
+from egeria.model.passes import Batch, captures, undisturbed
 from egeria.random_state import random_fingerprint, seed_random_state
 
-TOLERANCE = 1e-4
-"""Relative difference that counts as rounding in float32 (law 3)."""
+TOLERANCE = 1e-4  # relative difference that counts as rounding in float32 (law 3)
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
 
 
@@ -82,9 +81,7 @@ def _run_front(boundary: Boundary, batch: Batch) -> Tensor:
     """Return what crosses for a batch, with other random numbers."""
     with undisturbed(boundary.model, as_training=True):
         seed_random_state(boundary.model, 1)
-        found = capture(boundary.model, boundary.tap, batch)
-    assert found is not None
-    return found
+        return captures(boundary.model, [boundary.tap], batch)[boundary.tap]
 
 
 def _find_layouts(

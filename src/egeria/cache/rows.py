@@ -41,12 +41,11 @@ def true_lengths(batch: Batch) -> list[int] | None:
     """Return the length of each row without its padding [B], from the argument `attention_mask`.
 
     None unless that is a mask [B, T] of zeros and ones, padded on the right, with at least one true
-    element in each row: only then can rows be cut. On an accelerator this waits for it.
+    element in each row: only then can rows be cut.
     """
     mask = batch.kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
-        return None
-    if mask.is_floating_point() or mask.is_complex():
+    is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point()
+    if not is_mask or not mask.numel():
         return None
     lengths = (mask != 0).sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
@@ -75,9 +74,8 @@ def row_keys(
 ) -> list[bytes] | None:
     """Return a key for each row of the model's input; None where it has no rows.
 
-    Tensors whose first axis has an entry for each sample count row by row, all else counts for
-    every row: other tensors, plain values, and the type of mixed precision. Tensors named in
-    `cut_names` are cut to `lengths`, of the rows [B].
+    Tensors with an entry for each sample count row by row, those in `cut_names` as far as the
+    `lengths` [B]; all else counts for every row, also the type of mixed precision.
     """
     num_rows, columns = count_rows(batch), []
     shared = hashlib.blake2b(repr(batch.autocast).encode())
@@ -93,9 +91,8 @@ def row_keys(
     if not columns or not num_rows:
         return None
     rows, prefix = np.concatenate(columns, axis=1), shared.digest()
-    return [
-        hashlib.blake2b(prefix + row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in rows
-    ]
+    hashes = [hashlib.blake2b(prefix + row.tobytes(), digest_size=DIGEST_BYTES) for row in rows]
+    return [each.digest() for each in hashes]
 
 
 def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
@@ -119,9 +116,8 @@ def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
 def digests(tensor: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     """Return 128 bits for each row of a tensor, computed where it is, as int64 [B, 2].
 
-    Each eight bytes are mixed so that no two give the same, multiplied by two numbers of their own,
-    and added up as integers: exact, and the same on every device. What is behind a row's length
-    counts as zero.
+    Each eight bytes are mixed, multiplied by two numbers of their own, and added up as integers:
+    exact, and the same on every device. What is behind a row's length counts as zero.
     """
     rows = _plain(tensor).reshape(len(tensor), -1).view(torch.uint8)
     if lengths is not None:
@@ -175,9 +171,6 @@ class MemoryStore:
         """Return rows; None for one that is not there."""
         return [self._rows.get(key) for key in keys]
 
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """Memory needs no preparation."""
-
     def close(self) -> None:
         """Free the memory."""
         self._rows, self.is_full = {}, True
@@ -186,8 +179,8 @@ class MemoryStore:
 class FileStore:
     """Rows in one file of this process, behind one another; a checksum tells a damaged one.
 
-    The file has no name: nobody else reads it, and it goes with the process, however that ends. It
-    may have `limit_bytes`, but never more than a share of the free space.
+    The file has no name, so that it goes with the process, however that ends. It may have
+    `limit_bytes`, but never more than a share of the free space.
 
     Raises:
         OSError: no file can be made in the directory.
@@ -262,10 +255,8 @@ Store = MemoryStore | FileStore
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int:
-    """Return how much memory this process could still be given; 0 where that is not known.
-
-    The least of what the machine has and what the limit of its container leaves, as the files below
-    `system` tell.
+    """Return the least of what the machine has free and what the limit of its container leaves, by
+    the files below `system`; 0 where that is not known.
     """
     found, groups = [], system / "sys/fs/cgroup"
     with suppress(OSError, ValueError, LookupError):

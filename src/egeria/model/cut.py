@@ -108,10 +108,11 @@ def make_modules(
     places = _find_places(model, pieces, line, watch)
     line = _with_table_apart(line, places) if tables_apart and pattern is None else line
     atoms = _find_atoms(line)
-    reason = f"The pattern {pattern!r} names it"
-    groups = [Group(index, index + 1, reason) for index in range(len(atoms))]
     if pattern is None:
         groups = _group(model, atoms, target_share, minimum_share)
+    else:
+        reason = f"The pattern {pattern!r} names it"
+        groups = [Group(index, index + 1, reason) for index in range(len(atoms))]
     if seen is None:
         seen = {name for name, entry in model.named_parameters() if entry.requires_grad}
     frozen = {name for name in seen if not (keep and re.search(keep, name))}
@@ -132,9 +133,9 @@ def make_modules(
     )
 
 
+# For a `modules.target_share` of None: plasticity judges layer modules one by one, so that few are
+# better; a plan for a pretrained model freezes many, each at its own time.
 COARSE_SHARE, FINE_SHARE = 0.2, 0.1
-"""For a `modules.target_share` of None: plasticity judges layer modules one by one, so that few are
-better; a plan for a pretrained model freezes many, each at its own time."""
 
 
 def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict[str, Any]:
@@ -166,7 +167,8 @@ def _find_line(
     pieces: Sequence[Piece], watch: Watch | None, order: Iterable[str] | None
 ) -> list[Piece]:
     """Return the pieces that ran, by their last call; without a pass all, as they are defined."""
-    if watch is not None and watch.is_reentrant:
+    nodes = set() if watch is None else reach(watch.outputs)
+    if any("CheckpointFunction" in node.name() for node in nodes):
         raise UnsupportedModelError(
             "A reentrant checkpoint hides what runs in it, and loses gradients behind a frozen "
             "layer. Give `checkpoint`, or gradient_checkpointing_kwargs, use_reentrant=False."

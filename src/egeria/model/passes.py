@@ -78,8 +78,9 @@ class Batch:
         """
         args, kwargs = tree.detach(self.arguments)
         of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
-        cut = (args, kwargs) if count is None else tree.take_rows((args, kwargs), count)
-        args, kwargs = tree.map_tensors(torch.clone, (cut[0], {**cut[1], **of_the_loss}))
+        if count is not None:
+            args, kwargs = tree.take_rows((args, kwargs), count)
+        args, kwargs = tree.map_tensors(torch.clone, (args, {**kwargs, **of_the_loss}))
         return replace(self, args=args, kwargs=kwargs)
 
     def on(self, device: str) -> Batch:
@@ -204,11 +205,6 @@ def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
     for name in table.keys() - before.keys():
         del table[name]
     table.update(before)
-
-
-def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
-    """Return what `captures` gives for one submodule, None if it gives nothing."""
-    return captures(model, [tap], batch).get(tap)
 
 
 def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:

@@ -51,11 +51,6 @@ class Watch:
         return not (self.order or self._pass)
 
     @property
-    def is_reentrant(self) -> bool:
-        """Whether a reentrant checkpoint ran, which hides what runs in it."""
-        return any("CheckpointFunction" in node.name() for node in reach(self.outputs))
-
-    @property
     def asked(self) -> set[str]:
         """Parameters whose gradient was worked out and not added up: by `torch.autograd.grad`."""
         reached = {(task, name) for task, names in self.passes.items() for name in names}
@@ -114,13 +109,13 @@ class Watch:
         found = tree.tensors(output)
         if module in self._names and output is not None:  # of a call that raised it is None
             self._note_piece(self._names[module], module, found)
-        for tensor in [] if self._stack else found:
-            if tensor.grad_fn is not None:
-                self.outputs.append(tensor.grad_fn)
-                tensor.register_hook(self._hook(Watch._note_backward, node=tensor.grad_fn))  # type: ignore[no-untyped-call]
-        if not self._stack:
-            self.num_calls += module is self._model
-            self._find_readers()
+        if self._stack:
+            return
+        for tensor in [tensor for tensor in found if tensor.grad_fn is not None]:
+            self.outputs.append(tensor.grad_fn)
+            tensor.register_hook(self._hook(Watch._note_backward, node=tensor.grad_fn))  # type: ignore[no-untyped-call]
+        self.num_calls += module is self._model
+        self._find_readers()
 
     def _find_readers(self) -> None:
         """Look for outputs whose gradient is read: of what is frozen that would raise an error."""
@@ -151,8 +146,7 @@ class Watch:
         """Add what is new in a pass to the order, in front of what followed there."""
         self._find_readers()
         self._given.clear()
-        order = list(self.order)
-        place = len(order)
+        order, place = list(self.order), len(self.order)
         for name in reversed(self._pass):
             if name not in self.order:
                 order.insert(place, name)

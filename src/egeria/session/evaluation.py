@@ -26,7 +26,7 @@ from egeria.events import (
 )
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
-from egeria.model.passes import Batch, capture, is_own_pass, undisturbed
+from egeria.model.passes import Batch, captures, is_own_pass, undisturbed
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.wording import plural
 from egeria.session.clock import Clock, Seconds
@@ -120,7 +120,8 @@ class Evaluation:
             try:
                 with undisturbed(self.training.model):
                     own = rows.first_rows(None)
-                    activation = capture(self.training.model, ticket.tap, own)
+                    found = captures(self.training.model, [ticket.tap], own)
+                activation = found.get(ticket.tap)
             except Exception as error:  # not every first dimension is one of samples
                 reason = brief(error)
         if rows is None or activation is None:
