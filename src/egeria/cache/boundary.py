@@ -137,9 +137,8 @@ class Boundary:
         found = {model.get_submodule(name): name for m in modules for name in m.submodules}
         self.roots = {name: root for root, name in found.items()}
         inside = {part for root in self.roots.values() for part in root.modules()}
-        self._watched = [
-            m for m in model.modules() if m is not model and not inside.isdisjoint(m.modules())
-        ]
+        within = [module for module in model.modules() if module is not model]
+        self._watched = [each for each in within if not inside.isdisjoint(each.modules())]
         names = {name for module in modules for name in module.parameters}
         self._slots = [
             (part._parameters, key, weight)
@@ -151,34 +150,29 @@ class Boundary:
         weights += [entry for root in self.roots.values() for entry in root.buffers()]
         self.device = next((weight.device for weight in weights), torch.device("cpu"))
         self.kinds: dict[Hashable, Kind] = {}  # of calls that were recorded, by `signature`
-        require(not any(weight.requires_grad for weight in weights), TRAINED)
         odd = {type(w).__name__ for w in weights if type(w) not in (Tensor, nn.Parameter)}
         require(not odd, f"weights of the frozen layers are a tensor subclass ({', '.join(odd)})")
-        require(not self.is_hooked, HOOKED)
+        self.check()
 
-    @property
-    def versions(self) -> int | None:
-        """A number that changes with each write to a frozen parameter that torch counts; None while
-        one has another in its place. Buffers are copied in every pass of DistributedDataParallel.
+    def check(self) -> int | None:
+        """Return a number that changes with each write to a frozen parameter that torch counts.
+
+        None while a parameter has another in its place. Buffers do not count, since
+        DistributedDataParallel copies them in every pass.
 
         Raises:
-            UncacheableError: one was switched on again.
+            UncacheableError: a frozen parameter trains, or there is a hook.
         """
         require(not any(weight.requires_grad for *_, weight in self._slots), TRAINED)
+        hooks = [*self.model._forward_pre_hooks.values()]
+        for module in self._watched:
+            hooks += (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        others = (getattr(hook, "__module__", "") for hook in hooks if not is_ours(hook))
+        # Hooks that compute weights are fine.
+        require(all(name.startswith("torch.nn.utils.") for name in others), HOOKED)
         if any(table.get(key) is not weight for table, key, weight in self._slots):
             return None
         return sum(int(weight._version) for *_, weight in self._slots)
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether a hook is where HOOKED says; those that compute weights are fine."""
-        found = [*self.model._forward_pre_hooks.values()]
-        for module in self._watched:
-            found += (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        return any(
-            not is_ours(hook) and not getattr(hook, "__module__", "").startswith("torch.nn.utils.")
-            for hook in found
-        )
 
     def record(self) -> Record:
         """Return what notes all that the roots give from now on, until `close`."""

@@ -16,16 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.cache.boundary import (
-    HOOKED,
-    Boundary,
-    Kind,
-    Layout,
-    Record,
-    has_nan,
-    require,
-    signature,
-)
+from egeria.cache.boundary import Boundary, Kind, Layout, Record, has_nan, require, signature
 from egeria.cache.probe import difference, prove
 from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
 from egeria.config import CacheConfig
@@ -116,11 +107,9 @@ class Generation:
         require(not tree.requires_grad(batch.arguments), PROMPTED)
         if not self._is_proven(batch):
             return Found(batch=batch)
-        require(not self.boundary.is_hooked, HOOKED)
-        arguments = {"args": batch.args, "kwargs": batch.kwargs}
-        unreadable = tree.unreadable(arguments).removeprefix(".")
-        require(not unreadable, f"the contents of {unreadable} cannot be read")
-        versions, (keys, lengths) = self.boundary.versions, self._keys(batch)
+        unreadable = tree.unreadable({"args": batch.args, "kwargs": batch.kwargs})
+        require(not unreadable, f"the contents of {unreadable[1:]} cannot be read")
+        versions, (keys, lengths) = self.boundary.check(), self._keys(batch)
         if versions is None or keys is None:
             return None
         if versions != self._versions:
@@ -199,10 +188,8 @@ class Generation:
             return self._layout is not None
         self.boundary.close()
         require(not watched.refusal, watched.refusal)
-        has_lengths, was_padded = (
-            true_lengths(batch) is not None,
-            watched.true_positions is not None,
-        )
+        has_lengths = true_lengths(batch) is not None
+        was_padded = watched.true_positions is not None
         is_shown = watched.saw_backward and (was_padded or not has_lengths)
         is_fit = count_rows(batch) > 1 and not (has_lengths and true_positions(batch) is None)
         self._num_watched += 1
@@ -210,7 +197,7 @@ class Generation:
             return False
         ignores_padding = is_shown and was_padded and not watched.reads_padding
         self._layout = prove(self.boundary, batch, ignores_padding)
-        self._versions = self.boundary.versions
+        self._versions = self.boundary.check()
         return True
 
     def _keys(self, batch: Batch) -> tuple[list[bytes] | None, list[int] | None]:

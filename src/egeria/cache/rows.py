@@ -44,8 +44,9 @@ def true_lengths(batch: Batch) -> list[int] | None:
     element in each row: only then can rows be cut.
     """
     mask = batch.kwargs.get("attention_mask")
-    is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point()
-    if not is_mask or not mask.numel():
+    if not isinstance(mask, Tensor) or mask.is_floating_point():
+        return None
+    if mask.dim() != 2 or not mask.numel():
         return None
     lengths = (mask != 0).sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
