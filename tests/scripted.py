@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from egeria.controller.inline import Answer, Controller, Ticket
 from egeria.events import Event, ReferenceRefreshed
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import egeria
 from cached import FILE, MEMORY, OFF, Chain, Vectors
 from egeria.cache.rows import digests, free_memory_bytes, row_keys, true_lengths
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 from loops import differences
 from ranks import run_ranks
 

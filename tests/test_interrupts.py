@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
-from egeria.cache.boundary import Record
+from egeria.cache.boundary import Boundary
 from laws.models import ResidualNet
 
 ROOT = str(Path(egeria.__file__).parent)
@@ -124,15 +124,15 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(kind, places, tmp_path):
 
 
 def test_a_close_behind_an_interrupted_look_at_the_frozen_front_takes_its_hooks_off(tmp_path, monkeypatch):
-    calls, take_off = [], Record.close
+    calls, take_off = [], Boundary.close
 
-    def close(record):
+    def close(boundary):
         calls.append(None)
         if len(calls) == 12:
             raise KeyboardInterrupt
-        take_off(record)
+        take_off(boundary)
 
-    monkeypatch.setattr(Record, "close", close)
+    monkeypatch.setattr(Boundary, "close", close)
     model, rows = ResidualNet(), torch.randn(12, 3, 6, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = DataLoader(TensorDataset(rows), batch_size=4)

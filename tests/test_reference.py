@@ -15,9 +15,8 @@ from examples.resnet import cifar_resnet
 from torch import nn
 
 import egeria
-from egeria.model.batch import Autocast, Batch
 from egeria.model.cut import make_modules
-from egeria.model.undisturbed import capture, undisturbed
+from egeria.model.passes import Autocast, Batch, captures, undisturbed
 from egeria.reference import Reference
 from laws.models import MODELS, Transformer
 from loops import outside
@@ -77,7 +76,7 @@ def activations(reference, model, batch):
 
 def error(reference, model, batch, tap):
     with undisturbed(model):
-        expected = capture(model, tap, batch.first_rows(None)).float()
+        expected = captures(model, [tap], batch.first_rows(None))[tap].float()
     found = reference.activation(tap, batch)
     assert found.dtype == torch.float32 and found.shape == expected.shape
     return float((found - expected).norm() / expected.norm())

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from egeria import tree
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 
 
 def test_the_first_activation_is_of_floating_point_and_has_samples_and_features():
@@ -30,7 +30,6 @@ def test_a_batch_is_cut_beside_what_its_loss_is_divided_by():
     kwargs = {"ids": torch.arange(12).reshape(6, 2), "num_items_in_batch": torch.tensor(12)}
     batch = Batch.of_call((), kwargs, "cpu")
     cut = batch.first_rows(4)
-    assert batch.num_rows == 6 and cut.num_rows == 4
     assert cut.kwargs["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and cut.kwargs["num_items_in_batch"] == 12
     assert Batch.of_call((), {**kwargs, "scale": torch.tensor(2.0)}, "cpu").first_rows(4).kwargs["ids"].shape == (6, 2)
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from benchmarks.workloads.workload import Training
 from egeria.config import ModulesConfig
-from egeria.model.cut import Cut, make_modules
+from egeria.model.cut import Cut, is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.freeze import Freezer
 from egeria.model.group import find_pieces
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.model.watch import Watch
 
 
@@ -27,7 +26,7 @@ class Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        is_pretrained = is_mostly_trained(find_trained_norms(model))
+        is_pretrained = is_mostly_trained(model)
         self._settings = settings_of_cut(dataclasses.asdict(ModulesConfig()), is_pretrained=is_pretrained)
         names = {name for name, _ in model.named_parameters()}
         self.modules = make_modules(model, seen=names, **self._settings)

@@ -28,9 +28,8 @@ from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
-from egeria.model.cut import make_modules
+from egeria.model.cut import is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.hooks import copies_of_computed
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.moves import read_plan, resolve, wrong_plan
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
@@ -236,7 +235,7 @@ def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
 
 def _is_pretrained(settings: Config, model: nn.Module) -> bool:
     given = settings.policy.pretrained
-    return is_mostly_trained(find_trained_norms(model)) if given == "auto" else bool(given)
+    return is_mostly_trained(model) if given == "auto" else bool(given)
 
 
 @dataclass(frozen=True)

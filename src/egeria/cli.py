@@ -28,9 +28,8 @@ from egeria.advice import advise
 from egeria.config import ModulesConfig, check
 from egeria.controller.process import choose
 from egeria.errors import ConfigError, EgeriaError, brief
-from egeria.model.cut import LayerModule, make_modules
+from egeria.model.cut import LayerModule, is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.group import find_pieces
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.model.watch import Watch
 from egeria.moves import wrong_plan
 from egeria.report.text import percent
@@ -123,7 +122,7 @@ def _modules(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"{what}, or (model, example), found {found}. Return one of these.")
     watch = _watch(arguments.model, model, example[0], pattern) if example else None
     settings = asdict(ModulesConfig(pattern=pattern))
-    settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
+    settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(model))
     console.print(_cut_table(model, make_modules(model, watch=watch, **settings)))
     order = "In definition order; a run takes the order of its first step."
     console.print("In execution order." if watch else order)

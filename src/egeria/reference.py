@@ -29,9 +29,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from egeria.errors import ReferenceModelError, brief
 from egeria.events import RungTaken
-from egeria.model.batch import Batch
 from egeria.model.hooks import copies_of_computed, without_watchers
-from egeria.model.undisturbed import captures, restore_table, undisturbed
+from egeria.model.passes import Batch, captures, restore_table, undisturbed
 from egeria.plasticity import sp_loss
 from egeria.random_state import kept_random_state
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,97 +23,68 @@ from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
 from egeria.events import CacheDecided
 from egeria.journal import Recorder
-from egeria.model.batch import Batch
 from egeria.model.cut import LayerModule
+from egeria.model.passes import Batch
 
 WHAT = "skipping the frozen forward pass"
-LEAST_EPOCHS = 1.2
-"""Epochs that the front must stay frozen: the first one fills the store."""
+LEAST_EPOCHS = 1.2  # that the front must stay frozen: the first one fills the store
 
 
+@dataclass(eq=False, kw_only=True)
 class Cache:
     """Makes the training passes of a model whose front is frozen, and fills itself by them.
 
-    A store that fails, a boundary that cannot be proven or inputs that never come again cost the
-    saving, not the training: passes are computed from then on.
-
-    Args:
-        model: without wrappers.
-        settings: of the cache.
-        recorder: journals what it does.
-        spend: takes the seconds of ours, wall-clock and CPU, within an iteration of the user's.
-        directory: where a file may go; None where nothing is written.
-        loader: of the user; None where it was not given.
-        num_batches: of an epoch; None where nobody knows.
-        num_local: processes of this host that share its memory.
+    Whatever fails costs the saving, not the training: passes are computed from then on.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        settings: CacheConfig,
-        recorder: Recorder,
-        spend: Callable[[float, float], None],
-        directory: Path | None,
-        loader: Any,
-        num_batches: int | None,
-        num_local: int,
-    ) -> None:
-        self._model, self._settings, self._recorder = model, settings, recorder
-        self._spend, self._directory, self._loader = spend, directory, loader
-        self._num_batches, self._num_local = num_batches, num_local
-        self._generation: Generation | None = None
-        self._ahead: LookAhead | None = None
-        self._number = 0
-        self._is_own_pass = False
+    model: nn.Module  # without wrappers
+    settings: CacheConfig
+    recorder: Recorder  # journals what it does
+    spend: Callable[[float, float], None]  # takes seconds of ours in an iteration: wall-clock, CPU
+    directory: Path | None  # where a file may go; None where nothing is written
+    loader: Any  # of the user; None where it was not given
+    num_batches: int | None  # of an epoch; None where nobody knows
+    num_local: int  # processes of this host that share its memory
+    _generation: Generation | None = None
+    _ahead: LookAhead | None = None
+    _number: int = 0  # of the generation
+    _is_own_pass: bool = False
 
     def follow(self, modules: Sequence[LayerModule], epochs_ahead: float | None) -> None:
-        """Move the boundary behind these frozen layer modules; what was stored before goes.
+        """Move the boundary behind these frozen layer modules, front to back; what was stored goes.
 
-        Args:
-            modules: front to back; none for nothing.
-            epochs_ahead: for how long it stays there; None where nobody knows.
+        `epochs_ahead` tells for how long it stays there, None where nobody knows.
         """
         self.close()
         if not modules:
             return
         self._number += 1
-        if (
-            self._settings.gate != "open"
-            and epochs_ahead is not None
-            and epochs_ahead < LEAST_EPOCHS
-        ):
+        epochs = math.inf if epochs_ahead is None else epochs_ahead
+        if epochs < LEAST_EPOCHS and self.settings.gate != "open":
             self._decide(
                 modules[-1].name,
-                f"the boundary may move or the run end within {epochs_ahead:.1f} epochs, and "
-                f"storing takes at least {LEAST_EPOCHS:g} to pay",
+                f"the boundary may move or the run end within {epochs:.1f} epochs, and storing "
+                f"takes at least {LEAST_EPOCHS:g} to pay",
             )
             return
         try:
-            boundary, store = Boundary(self._model, modules), self._make_store()
+            boundary, store = Boundary(self.model, modules), self._make_store()
         except (UncacheableError, OSError) as error:
             self.refuse(modules[-1].name, str(error))
             return
-        self._generation = Generation(
-            boundary,
-            store,
-            self._settings,
-            self._recorder,
-            num_batches=self._num_batches,
-            guard=self._guard,
-        )
+        given = self.settings, self.recorder, self.num_batches
+        self._generation = Generation(boundary, store, *given, self._guard)
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
-        attributes = vars(self._model)
-        attributes["forward"] = CachedForward(self, self._model, attributes.get("forward"))
-        if isinstance(store, FileStore) and can_look_ahead(self._loader):
-            expect, decline = self._generation.expect, self._recorder.decline
-            self._ahead = LookAhead(self._loader, expect, decline)
+        attributes = vars(self.model)
+        attributes["forward"] = CachedForward(self, self.model, attributes.get("forward"))
+        if isinstance(store, FileStore) and can_look_ahead(self.loader):
+            expect, decline = self._generation.expect, self.recorder.decline
+            self._ahead = LookAhead(self.loader, expect, decline)
 
     def close(self) -> None:
         """Leave the model and the loader as they were found; can be called again."""
         generation, self._generation = self._generation, None
-        attributes = vars(self._model)
+        attributes = vars(self.model)
         found = attributes.get("forward")
         if isinstance(found, CachedForward):
             attributes.pop("forward")
@@ -129,15 +100,15 @@ class Cache:
         """Stop storing and serving; warn with the reason if the cache was asked for."""
         self.close()
         self._decide(boundary, reason)
-        if self._settings.enabled is True:
-            self._recorder.decline(WHAT, reason)
+        if self.settings.enabled is True:
+            self.recorder.decline(WHAT, reason)
 
     def forward(
         self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Make a pass of the user's: without the front, or by the model's own forward, `call`."""
         generation, found = self._generation, None
-        is_training = self._model.training and torch.is_grad_enabled() and not self._is_own_pass
+        is_training = self.model.training and torch.is_grad_enabled() and not self._is_own_pass
         if generation is None or not is_training or torch.compiler.is_compiling():
             return call()
         with self._guard(generation):
@@ -158,28 +129,25 @@ class Cache:
             if self._generation is generation:  # else it has ended in the pass itself
                 reason = str(error)
                 if not isinstance(error, UncacheableError):
-                    self._recorder.fault("the activation cache", error)
+                    self.recorder.fault("the activation cache", error)
                     reason = f"it failed ({brief(error)})"
                 self.refuse(generation.boundary.name, reason)
         finally:
             self._is_own_pass = False
-            self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+            self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _make_store(self) -> Store:
-        if not self._settings.is_on_disk:
-            share = self._settings.memory_share / self._num_local
+        if not self.settings.is_on_disk:
+            share = self.settings.memory_share / self.num_local
             return MemoryStore(int(free_memory_bytes() * share))
-        directory = self._settings.directory or self._directory
+        directory = self.settings.directory or self.directory
         if directory is None:
             raise UncacheableError("there is no directory for a file")
-        return FileStore(Path(directory), self._settings.limit_bytes)
+        return FileStore(Path(directory), self.settings.limit_bytes)
 
     def _decide(self, boundary: str, reason: str, *, mode: str = "computed") -> None:
-        step, number = self._recorder.step, self._number
-        event = CacheDecided(
-            step=step, boundary=boundary, generation=number, mode=mode, reason=reason
-        )
-        self._recorder.write(event)
+        which = {"step": self.recorder.step, "generation": self._number}
+        self.recorder.write(CacheDecided(**which, boundary=boundary, mode=mode, reason=reason))
 
 
 class CachedForward:
@@ -197,11 +165,6 @@ class CachedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have the cache make the pass."""
         return self._cache.forward(partial(self.__wrapped__, *args, **kwargs), args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.own_forward is not None:
-            return copy.deepcopy(self.own_forward, memo)
-        return MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
 
     def __reduce__(self) -> Any:
         if self.own_forward is not None:

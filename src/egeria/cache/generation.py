@@ -5,100 +5,85 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from egeria.cache.boundary import HOOKED, Boundary, Kind, Record, has_nan, require
+from egeria import tree
+from egeria.cache.boundary import Boundary, Kind, Layout, Record, has_nan, require, signature
 from egeria.cache.probe import difference, prove
 from egeria.cache.rows import FileStore, Store, count_rows, row_keys, true_lengths, true_positions
 from egeria.config import CacheConfig
 from egeria.errors import brief
 from egeria.events import CacheUsed
 from egeria.journal import Recorder
-from egeria.model.batch import Batch
-from egeria.model.undisturbed import KEPT, keeps_outside, living
+from egeria.model.passes import KEPT, Batch, keeps_outside, living
 from egeria.random_state import generators_of, restoring
 
+# Batches more than an epoch has after which so many of the rows must have come again.
 MORE_BATCHES, LEAST_REPEATS = 32, 0.05
-"""Batches more than an epoch has after which so many of the rows must have come again."""
 UNKNOWN_EPOCH = 10_000  # batches of one whose length nobody knows
-REVIEWED, COMPARED = 50, 8
-"""Iterations from the store, and computed ones, that tell whether iterations are shorter."""
-MOST_WAITS = 8
-"""Passes that are waited for padding, without which nobody can show that it does not matter, and
-for a backward pass."""
+REVIEWED, COMPARED = 50, 8  # iterations from the store, and computed ones, that are compared
+MOST_WAITS = 8  # passes that may come before one shows a backward pass, and padding
 CHECKED_ROWS = 2  # of a batch that is computed for a check: other weights change every row
 PACKED = (
     "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
     "again in the backward pass; checkpoint its layers instead"
 )
 PROMPTED = "an input of the model needs a gradient: something in front of it is in training"
-
-Call = Callable[[], Any]
-"""Makes a pass of the user's."""
+Call = Callable[[], Any]  # makes a pass of the user's
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Found:
     """A batch that the model is called with, and what is known of it."""
 
     batch: Batch
-    keys: list[bytes]
-    """Of its rows; none where the boundary is still to be proven."""
-    lengths: list[int] | None = None
-    known: list[int]
-    """Numbers of the rows that are stored."""
+    keys: list[bytes] = field(default_factory=list)  # of its rows; none where nothing is proven yet
+    lengths: list[int] | None = None  # of its rows, where they are cut
+    known: list[int] = field(default_factory=list)  # numbers of the rows that are stored
     kind: Kind | None = None
-    value: Tensor | None = None
-    """What crosses, where the front can be left out."""
+    value: Tensor | None = None  # what crosses, where the front can be left out
 
 
+@dataclass(eq=False)
 class Generation:
     """What is stored behind one boundary, how it is used, and the passes made with it.
 
-    What fails raises `UncacheableError`: the boundary is of no use from then on. Such an error is
-    never raised in place of what a pass of the user's returns or raises.
-
-    Args:
-        boundary: the end of the frozen front.
-        num_batches: of an epoch; None where nobody knows.
-        guard: makes a context that takes the error of a block behind a pass of the user's.
+    What fails raises `UncacheableError`: the boundary is of no use from then on.
     """
 
-    def __init__(
-        self,
-        boundary: Boundary,
-        store: Store,
-        settings: CacheConfig,
-        recorder: Recorder,
-        *,
-        num_batches: int | None,
-        guard: Callable[[Generation], AbstractContextManager[None]],
-    ) -> None:
-        self.boundary, self.store, self._recorder = boundary, store, recorder
-        self._guard = guard
-        self._epoch_batches = num_batches or UNKNOWN_EPOCH
+    boundary: Boundary
+    store: Store
+    settings: CacheConfig
+    recorder: Recorder
+    num_batches: int | None  # of an epoch; None where nobody knows
+    # Makes a context that takes such an error behind a pass of the user's.
+    guard: Callable[[Generation], AbstractContextManager[None]]
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self._epoch_batches = self.num_batches or UNKNOWN_EPOCH
         # At least one check is made in an epoch.
         self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
-        self._until_check, self._versions, self._waits = self._check_every, 0, 0
-        self._first: Record | None = None
-        """Of the first pass; it stays open until the next, to see the backward pass."""
-        self._hits = self._misses = self._repeats = self._batches = self._checks = 0
+        self._until_check, self._num_watched, self._largest_error = self._check_every, 0, 0.0
+        self._versions: int | None = None
+        self._layout: Layout | None = None  # once the boundary is proven
+        self._watched: Record | None = None  # of the pass before, until then
+        self._counts = Counter(hits=0, misses=0, repeats=0, batches=0, checks=0)
+        # Rows since the last review, and those of them that were stored when they came.
         self._seen = self._seen_again = 0
-        """Rows since the last review, and those of them that were stored when they came."""
-        self._largest_error = 0.0
+        # Seconds from one pass to the next, where both were of the same kind. Without waits it is
+        # CPU time of this thread, which leaves out what other programs take.
         self._served_s = deque[float](maxlen=0 if settings.gate == "open" else REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
-        """Seconds from one pass to the next, where both were of the same kind."""
-        # Without waits CPU time of this thread, which leaves out what other programs take.
-        waits = boundary.device.type != "cpu" or isinstance(store, FileStore)
+        waits = self.boundary.device.type != "cpu" or isinstance(self.store, FileStore)
         self._last, self._now = (False, 0.0), time.perf_counter if waits else time.thread_time
 
     def close(self, number: int) -> None:
@@ -106,62 +91,54 @@ class Generation:
         self.boundary.close()
         self.store.close()
         used = CacheUsed(
-            step=self._recorder.step,
+            step=self.recorder.step,
             boundary=self.boundary.name,
             generation=number,
-            hits=self._hits,
-            misses=self._misses,
-            repeats=self._repeats,
-            batches=self._batches,
             size_bytes=self.store.size_bytes,
-            checks=self._checks,
             largest_error=self._largest_error,
             damaged=self.store.damaged,
+            **self._counts,
         )
-        self._recorder.write(used)
+        self.recorder.write(used)
 
     def look_up(self, batch: Batch) -> Found | None:
         """Return what is known of a batch; None where it is to be computed and forgotten."""
         require(torch._C._autograd._top_saved_tensors_default_hooks(True) is None, PACKED)
-        require(not batch.needs_grad, PROMPTED)
+        require(not tree.requires_grad(batch.arguments), PROMPTED)
         if not self._is_proven(batch):
-            return Found(batch=batch, keys=[], known=[]) if self._first is None else None
-        require(not self.boundary.is_hooked, HOOKED)
-        unreadable = batch.unreadable
-        require(not unreadable, f"the contents of {unreadable} cannot be read")
-        if self._versions != (versions := self.boundary.versions):
-            if self.boundary.is_replaced:
-                return None
-            trains = any(weight.requires_grad for weight in self.boundary.weights)
-            require(not trains, "a frozen layer trains again")
-            self._versions, self._until_check = versions, 0
-        keys, lengths = self._keys(batch)
-        if keys is None:
+            return Found(batch=batch)
+        unreadable = tree.unreadable({"args": batch.args, "kwargs": batch.kwargs})
+        require(not unreadable, f"the contents of {unreadable[1:]} cannot be read")
+        versions, (keys, lengths) = self.boundary.check(), self._keys(batch)
+        if versions is None or keys is None:
             return None
+        if versions != self._versions:
+            self._versions, self._until_check = versions, 0
         known = [index for index, key in enumerate(keys) if key in self.store]
-        found = Found(batch=batch, keys=keys, lengths=lengths, known=known)
-        self._batches, self._repeats = self._batches + 1, self._repeats + len(known)
+        kind = self.boundary.kinds.get(signature(batch))
+        found = Found(batch=batch, keys=keys, lengths=lengths, known=known, kind=kind)
+        self._counts.update(batches=1, repeats=len(known))
         self._seen, self._seen_again = self._seen + len(keys), self._seen_again + len(known)
         self._review()
-        found.kind = self.boundary.kind(batch)
-        if found.kind is not None and len(known) == len(keys) and self._until_check > 0:
-            found.value = self._find_value(found, found.kind)
+        if kind is not None and len(known) == len(keys) and self._until_check > 0:
+            found.value = self._find_value(found, kind)
         return found
 
     def expect(self, batch: Batch) -> None:
-        """Prepare to serve a batch soon."""
-        self.store.expect(self._keys(batch)[0] or [])
+        """Prepare to serve a batch soon, where it takes time to read."""
+        if isinstance(self.store, FileStore):
+            self.store.expect(self._keys(batch)[0] or [])
 
     def make_pass(self, call: Call, found: Found) -> Any:
         """Make a pass without the front, where what crosses was found, or as it is."""
-        is_served = found.kind is not None and found.value is not None
+        is_served = found.value is not None
         now, (was_served, began) = self._now(), self._last
         self._last = is_served, now
         if began and was_served == is_served:
             (self._served_s if is_served else self._computed_s).append(now - began)
         if found.kind is not None and found.value is not None:
             return self._serve(call, found.kind, found.value)
-        return self._fill(call, found) if found.keys else self._watch_first(call, found.batch)
+        return self._fill(call, found) if found.keys else self._watch(call, found.batch)
 
     def _serve(self, call: Call, kind: Kind, value: Tensor) -> Any:
         restore = _keep_state(self.boundary.model)
@@ -175,128 +152,123 @@ class Generation:
             failure = brief(error)
         restore()
         output = call()
-        with self._guard(self):
+        with self.guard(self):
             # A loss of NaN is the user's own where the plain pass gives one too.
             require(has_nan(output), f"without the frozen layers {failure}")
         return output
 
     def _fill(self, call: Call, found: Found) -> Any:
+        """Make a pass with the front; store its rows that are new, and check some where due."""
         is_new = len(found.known) < len(found.keys) and not self.store.is_full
         if found.kind is not None and self._until_check > 0 and not is_new:
-            self._misses += len(found.keys)
+            self._counts["misses"] += len(found.keys)
             return call()
-        record = Record(self.boundary)
         try:
-            record.open()
+            record = self.boundary.record()
             output = call()
         finally:
-            record.close()
-        with self._guard(self):
+            self.boundary.close()
+        with self.guard(self):
             self._take_in(found, record)
         return output
 
-    def _watch_first(self, call: Call, batch: Batch) -> Any:
-        before, self._first = living(), Record(self.boundary)
-        self._first.open()
+    def _watch(self, call: Call, batch: Batch) -> Any:
+        """Make a pass with the front; note what it and its backward pass show until the next."""
+        before, record = living(), self.boundary.record()
+        self._watched = record
         output = call()
-        with self._guard(self):
-            self._first.value = None
-            self._first.await_backward(output, batch)
+        with self.guard(self):
+            record.value = None
+            record.await_backward(output, batch)
             require(not keeps_outside(self.boundary.model, output, before), KEPT)
         return output
 
     def _is_proven(self, batch: Batch) -> bool:
         """Prove the boundary ahead of the second pass behind it, or of one that shows more."""
-        first = self._first
-        if self.boundary.layout is not None or first is None:
-            return self.boundary.layout is not None
-        first.close()
-        require(not first.refusal, first.refusal)
-        has_lengths, was_padded = true_lengths(batch) is not None, first.true_positions is not None
-        is_shown = first.saw_backward and (was_padded or not has_lengths)
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return self._layout is not None
+        self.boundary.close()
+        require(not watched.refusal, watched.refusal)
+        has_lengths = true_lengths(batch) is not None
+        was_padded = watched.true_positions is not None
+        is_shown = watched.saw_backward and (was_padded or not has_lengths)
         is_fit = count_rows(batch) > 1 and not (has_lengths and true_positions(batch) is None)
-        if self._waits < MOST_WAITS and not (is_shown and is_fit):
-            self._waits, self._first = self._waits + 1, first if is_shown else None
+        self._num_watched += 1
+        if not (is_shown and is_fit) and self._num_watched <= MOST_WAITS:
             return False
-        self.boundary.ignores_padding = (
-            was_padded and first.saw_backward and not first.reads_padding
-        )
-        prove(self.boundary, batch)
-        self._versions, self._first = self.boundary.versions, None
+        ignores_padding = is_shown and was_padded and not watched.reads_padding
+        self._layout = prove(self.boundary, batch, ignores_padding)
+        self._versions = self.boundary.check()
         return True
 
     def _keys(self, batch: Batch) -> tuple[list[bytes] | None, list[int] | None]:
         """Return the keys of the rows of a batch, and their lengths where they are cut."""
-        layout = self.boundary.layout
-        if layout is None or layout.length_axis is None:
+        if self._layout is None or not (cut_names := self._layout.cut_names):
             return row_keys(batch), None
         lengths = true_lengths(batch)
-        keys = None if lengths is None else row_keys(batch, lengths, layout.cut_names)
-        return keys, lengths
+        return None if lengths is None else row_keys(batch, lengths, cut_names), lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
         """Return what crosses for a batch whose rows are stored; None where it is to be computed,
         for a row is damaged or does not fit.
         """
-        layout = self.boundary.layout
-        assert layout is not None
+        assert self._layout is not None
         rows = self.store.read(found.keys)
         if self.store.damaged:
             what = "serving stored rows that are damaged"
-            self._recorder.decline(what, "they are computed again")
+            self.recorder.decline(what, "they are computed again")
+        whole = [row for row in rows if row is not None]
         found.known = [index for index, row in enumerate(rows) if row is not None]
-        if len(found.known) < len(rows):
+        if len(whole) < len(rows):
             return None
-        value = layout.join([row for row in rows if row is not None], kind, self.boundary.device)
+        value = self._layout.join(whole, kind, self.boundary.device)
         if value is not None:
-            self._hits, self._until_check = self._hits + len(rows), self._until_check - 1
+            self._counts["hits"] += len(rows)
+            self._until_check -= 1
         return value
 
     def _take_in(self, found: Found, record: Record) -> None:
         """Store the rows of a pass that are not known; check some others where that is due."""
-        layout = self.boundary.layout
+        layout, store = self._layout, self.store
         assert layout is not None
-        _, value = self.boundary.learn(found.batch, record)
-        rows = layout.split(value, found.lengths)
-        self._misses += len(rows)
+        rows = layout.split(self.boundary.learn(found.batch, record)[1], found.lengths)
+        self._counts["misses"] += len(rows)
         if self._until_check <= 0 and found.known:
-            self._check(found, rows)
+            self._check(found, rows, layout.limit)
         new = [index for index in range(len(rows)) if index not in found.known]
-        if new and not self.store.is_full:
-            self._write([found.keys[index] for index in new], [rows[index] for index in new])
+        if not new or store.is_full:
+            return
+        store.write([found.keys[index] for index in new], [rows[index] for index in new])
+        if store.is_full:
+            require(store.size_bytes > 0, store.error or "not one batch fits into what may be used")
+            if store.error:
+                self.recorder.decline("storing more activations", store.error)
 
-    def _check(self, found: Found, rows: Sequence[Tensor]) -> None:
+    def _check(self, found: Found, rows: Sequence[Tensor], limit: float) -> None:
         """Raise UncacheableError if a few stored rows are not what the front gives now."""
-        chosen, limit = found.known[:CHECKED_ROWS], self.boundary.limit
+        chosen = found.known[:CHECKED_ROWS]
         stored = self.store.read([found.keys[index] for index in chosen])
         pairs = [(row, rows[i]) for i, row in zip(chosen, stored, strict=True) if row is not None]
         error = max((difference(*pair) for pair in pairs), default=0.0)
-        self._checks, self._until_check = self._checks + 1, self._check_every
-        self._largest_error = max(self._largest_error, error)
+        self._counts["checks"] += 1
+        self._until_check, self._largest_error = self._check_every, max(self._largest_error, error)
         require(
             error <= limit,
             f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}: "
             "the frozen layers give something else now",
         )
 
-    def _write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
-        was_full, store = self.store.is_full, self.store
-        store.write(keys, rows)
-        if store.is_full and not was_full:
-            require(store.size_bytes > 0, store.error or "not one batch fits into what may be used")
-            if store.error:
-                self._recorder.decline("storing more activations", store.error)
-
     def _review(self) -> None:
         """Raise UncacheableError where storing does not pay."""
-        if not self._batches % (self._epoch_batches + MORE_BATCHES):
+        if not self._counts["batches"] % (self._epoch_batches + MORE_BATCHES):
             require(
                 self._seen_again >= LEAST_REPEATS * self._seen,
                 f"inputs do not come again: of the last {self._seen} samples {self._seen_again} "
                 "had been there before",
             )
             require(
-                self._hits > 0 or not self.store.is_full,
+                self._counts["hits"] > 0 or not self.store.is_full,
                 "what may be used holds too few samples: no batch came of which it had all",
             )
             self._seen = self._seen_again = 0

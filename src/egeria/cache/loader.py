@@ -17,14 +17,11 @@ from torch.utils.data import (
 )
 
 from egeria import dist, tree
-from egeria.model.batch import Batch
-
-METHOD = "_get_iterator"
+from egeria.model.passes import Batch
 
 
 class ShardSampler(DistributedSampler[int]):
-    """Deals the samples out to the processes once, and shuffles each one's part anew in every
-    epoch.
+    """Deals the samples out to the processes once, and shuffles each one's part in every epoch.
 
     `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes
     to another process than the one that has stored its activations. In return the batches of a
@@ -55,12 +52,10 @@ class ShardSampler(DistributedSampler[int]):
                 f"{size} samples cannot be dealt out to {num_replicas} processes without "
                 "drop_last=False"
             )
-        dealt = torch.arange(size)
-        if self.shuffle:
-            dealt = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))
-        self.own: Tensor = dealt.repeat(-(-self.total_size // size))[: self.total_size][
-            rank::num_replicas
-        ]
+        generator = torch.Generator().manual_seed(self.seed)
+        dealt = torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
+        all_dealt = dealt.repeat(-(-self.total_size // size))[: self.total_size]
+        self.own: Tensor = all_dealt[rank::num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         """Yield the samples of this process, in the order of the epoch."""
@@ -73,9 +68,8 @@ class ShardSampler(DistributedSampler[int]):
 def can_look_ahead(loader: Any) -> bool:
     """Return whether a batch can be taken from a loader early without a change to any other.
 
-    It has workers, which make batches ahead anyway, and a sampler that draws an epoch's random
-    numbers when it begins: from others a batch that is taken early would draw early, and an epoch
-    that is left early (`break`) would have drawn more.
+    It has workers, which make batches ahead anyway, and a sampler that draws all random numbers of
+    an epoch when it begins: others would draw early, and more in an epoch that is left early.
     """
     if type(loader) is not DataLoader or not loader.num_workers or loader.persistent_workers:
         return False
@@ -96,17 +90,16 @@ class LookAhead:
         decline: Callable[[str, str], None],
     ) -> None:
         self._loader, self._expect, self._decline = loader, expect, decline
+        self._call: Batch | None = None  # an example
+        # For each of its tensors, where the batches of the loader have it; None before an example.
         self._places: list[str | None] | None = None
-        """For each tensor of a call, where the batches of the loader have it."""
-        self._call: Batch | None = None
-        self.newest: Any = None
-        """The batch that the loop was given last."""
+        self.newest: Any = None  # the batch that the loop was given last
         make = loader._get_iterator
-        vars(loader)[METHOD] = lambda: _Ahead(make(), self)
+        vars(loader)["_get_iterator"] = lambda: _Ahead(make(), self)
 
     def close(self) -> None:
         """Leave the loader as it was; an iterator under way goes on."""
-        vars(self._loader).pop(METHOD, None)
+        vars(self._loader).pop("_get_iterator", None)
         self._places, self.newest, self._call = [], None, None
 
     def learn(self, batch: Batch) -> None:
@@ -127,10 +120,8 @@ class LookAhead:
             return
         try:
             named, places = dict(tree.named_leaves(coming)), iter(self._places)
-            args, kwargs = tree.map_tensors(
-                lambda _: named[next(places) or ""], self._call.arguments
-            )
-            self._expect(replace(self._call, args=args, kwargs=kwargs))
+            given = tree.map_tensors(lambda _: named[next(places) or ""], self._call.arguments)
+            self._expect(replace(self._call, args=given[0], kwargs=given[1]))
         except Exception as error:
             self._end(f"a batch is of another kind ({error})")
 
@@ -167,8 +158,5 @@ class _Ahead:
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    return (
-        first.shape == second.shape
-        and first.dtype == second.dtype
-        and torch.equal(first, second.cpu())
-    )
+    is_alike = first.shape == second.shape and first.dtype == second.dtype
+    return is_alike and torch.equal(first, second.cpu())

@@ -3,53 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from egeria import tree
-from egeria.cache.boundary import Boundary, Kind, Layout, Record, require
+from egeria.cache.boundary import Boundary, Layout, Record, require
 from egeria.cache.rows import count_rows, is_cut, take, true_lengths, true_positions
 from egeria.errors import UncacheableError, brief
-from egeria.model.batch import Batch
-from egeria.model.undisturbed import undisturbed
+from egeria.model.passes import Batch, captures, undisturbed
 from egeria.random_state import random_fingerprint, seed_random_state
 
-TOLERANCE = 1e-4
-"""Relative difference that counts as rounding in float32 (law 3)."""
+TOLERANCE = 1e-4  # relative difference that counts as rounding in float32 (law 3)
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
 
 
-def prove(boundary: Boundary, batch: Batch) -> None:
-    """Find out how what crosses is taken apart by sample, and that the rest needs nothing else.
+def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
+    """Return how what crosses is taken apart by sample, where the rest needs nothing else.
 
-    Makes about four passes of our own, which leave no trace. The boundary gets its layout, and its
-    first kind of call.
+    Makes about four passes of our own, which leave no trace. The boundary learns its first kind of
+    call. `ignores_padding` tells that the loss does not depend on what the model gives at padding.
 
     Raises:
         UncacheableError: the frozen layers cannot be left out; the message is the reason.
     """
-    num_rows = count_rows(batch)
-    require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
-    record = Record(boundary)
+    model = boundary.model
     try:
-        computed = _make_pass(boundary, batch, record)
+        with undisturbed(model, as_training=True):
+            record = boundary.record()  # its hooks go with the end of the block
+            computed = _run(model, batch)
     except Exception as error:
         raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
     kind, value = boundary.learn(batch, record)
-    boundary.limit = _tolerance(record)
     lengths, differing = true_lengths(batch), ""
-    for layout in _find_layouts(boundary, batch, value, lengths):
+    for layout in _find_layouts(boundary, batch, value, _tolerance(record)):
         given = layout.join(layout.split(value, lengths), kind, value.device)
-        require(given is not None, f"what {boundary.tap} gives cannot be put together again")
-        assert given is not None
-        boundary.layout = layout
-        if not (differing := _find_difference(boundary, batch, kind, given, computed)):
-            return
-    boundary.layout = None
+        if given is None:
+            raise UncacheableError(f"what {boundary.tap} gives cannot be put together again")
+        kept = true_positions(batch) if layout.cut_names and ignores_padding else None
+        try:
+            with undisturbed(model, as_training=True), boundary.replaying(kind, given):
+                outcomes = _run(model, batch), computed
+            own, wanted = (_without_padding(outcome, kept) for outcome in outcomes)
+            differing = first_difference(own, wanted, layout.limit)
+        except Exception as error:
+            differing = f"the pass fails ({brief(error)}), and nothing"
+        if not differing:
+            return layout
     advice = "; call the model with use_cache=False" if "key_values" in differing else ""
     raise UncacheableError(
         f"without the frozen layers {differing} differs, though what {boundary.tap} gives is "
@@ -57,131 +59,81 @@ def prove(boundary: Boundary, batch: Batch) -> None:
     )
 
 
-def _find_difference(
-    boundary: Boundary, batch: Batch, kind: Kind, value: Tensor, computed: Mapping[str, Any]
-) -> str:
-    """Return the name of the first thing that differs in a pass without the front, or ''.
-
-    Roots that depend on no frozen output, such as a table of positions that later layers read too,
-    run live where nothing else helps.
-    """
-    layout = boundary.layout
-    is_cut_short = layout is not None and layout.length_axis is not None
-    kept = true_positions(batch) if is_cut_short and boundary.ignores_padding else None
-    differing = ""
-    for _ in range(2):
-        boundary.independent = set()
-        try:
-            given = _make_pass(boundary, batch, kind=kind, value=value.clone())
-            pair = _without_padding(given, kept), _without_padding(computed, kept)
-            differing = first_difference(*pair, boundary.limit)
-        except Exception as error:
-            differing = f"the pass fails ({brief(error)}), and nothing"
-        independent, boundary.independent = boundary.independent - {boundary.tap}, None
-        if not differing:
-            return ""
-        if boundary.live or not independent:
-            break
-        boundary.live = frozenset(independent)
-    boundary.live = frozenset()
-    return differing
+def _run(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Run a model within `undisturbed`; return all that the pass gave and changed, by name."""
+    own = batch.first_rows(None)  # a model may overwrite its input
+    seed_random_state(model, 0)
+    with own.autocast.context():
+        output = model(*own.args, **own.kwargs)
+    parts = {"output": output, "argument": own.arguments, "buffer": dict(model.named_buffers())}
+    for name, module in model.named_modules():
+        held = {key: entry for key, entry in vars(module).items() if key not in _TABLES}
+        parts[f"attribute {name}"] = {key: held[key] for key in held if "_hook" not in key}
+    outcome = {
+        name: entry.detach().clone() if isinstance(entry, Tensor) else entry
+        for part, content in parts.items()
+        for name, entry in tree.contents(content, part)
+    }
+    return {**outcome, "random numbers": random_fingerprint(model)}
 
 
-def _make_pass(
-    boundary: Boundary,
-    batch: Batch,
-    record: Record | None = None,
-    *,
-    kind: Kind | None = None,
-    value: Tensor | None = None,
-) -> dict[str, Any]:
-    """Run the model, without its front where there is a `kind`, and return all that the pass gave
-    and changed, by name.
-    """
-    model, own = boundary.model, batch.first_rows(None)  # a model may overwrite its input
-    with undisturbed(model, as_training=True):
-        seed_random_state(model, 0)
-        if record is not None:
-            record.open()  # the hooks go with the end of the block
-        with own.autocast.context():
-            if kind is None or value is None:
-                output = model(*own.args, **own.kwargs)
-            else:
-                with boundary.replaying(kind, value):
-                    output = model(*own.args, **own.kwargs)
-        parts = {"output": output, "argument": own.arguments, "buffer": dict(model.named_buffers())}
-        for name, module in model.named_modules():
-            held = {key: entry for key, entry in vars(module).items() if key not in _TABLES}
-            parts[f"attribute {name}"] = {k: held[k] for k in held if "_hook" not in k}
-        outcome = {
-            name: entry.detach().clone() if isinstance(entry, Tensor) else entry
-            for part, content in parts.items()
-            for name, entry in tree.contents(content, part)
-        }
-        outcome["random numbers"] = random_fingerprint(model)
-    return outcome
+def _run_front(boundary: Boundary, batch: Batch) -> Tensor:
+    """Return what crosses for a batch, with other random numbers."""
+    with undisturbed(boundary.model, as_training=True):
+        seed_random_state(boundary.model, 1)
+        return captures(boundary.model, [boundary.tap], batch)[boundary.tap]
 
 
 def _find_layouts(
-    boundary: Boundary, batch: Batch, value: Tensor, lengths: Sequence[int] | None
+    boundary: Boundary, batch: Batch, value: Tensor, limit: float
 ) -> Iterator[Layout]:
     """Yield how what crosses may be taken apart by sample, best first."""
-    num_rows = count_rows(batch)
-    whole = _find_layout(boundary, batch, value, num_rows)
-    axis = None if lengths is None else _find_length_axis(boundary, batch, whole, value, lengths)
-    if axis is not None:
+    _check_rows(boundary, batch, value, limit)
+    if _can_cut(boundary, batch, value, limit):
         rows = [(name, e) for name, e in batch.contents if isinstance(e, Tensor)]
         names = frozenset(name for name, entry in rows if is_cut(entry, batch))
-        yield replace(whole, length_axis=axis, cut_names=names)
-    yield whole
+        yield Layout(limit=limit, cut_names=names)
+    yield Layout(limit=limit)
 
 
-def _find_layout(boundary: Boundary, batch: Batch, value: Tensor, num_rows: int) -> Layout:
-    """Find the axis of samples by running half of them: no row may depend on others."""
-    some, tap = list(range(num_rows - 1, -1, -2)), boundary.tap
+def _check_rows(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> None:
+    """Run the front on half of the samples: no row of what crosses may depend on others."""
+    num_rows, tap = count_rows(batch), boundary.tap
+    require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
+    some = list(range(num_rows - 1, -1, -2))
     try:
-        part = boundary.run_front(take(batch, some))
+        part = _run_front(boundary, take(batch, some))
     except Exception as error:
         reason = f"the frozen layers fail on some rows of a batch ({brief(error)})"
         raise UncacheableError(reason) from error
-    axes = _changed(value, part)
     require(
-        [(value.shape[axis], part.shape[axis]) for axis in axes] == [(num_rows, len(some))],
-        f"what {tap} gives has no axis with one row for each sample: {tuple(value.shape)} for "
+        value.shape == (num_rows, *part.shape[1:]) and len(part) == len(some),
+        f"what {tap} gives does not have one row for each sample: {tuple(value.shape)} for "
         f"{num_rows} samples, {tuple(part.shape)} for {len(some)}",
     )
-    expected = value.index_select(axes[0], torch.tensor(some, device=value.device))
     require(
-        _is_close(part, expected, boundary.limit),
+        _is_close(part, value[some], limit),
         f"what {tap} gives for a sample is random, or depends on the other samples of its "
         "batch or on earlier calls",
     )
-    return Layout.of(value, axes[0])
 
 
-def _find_length_axis(
-    boundary: Boundary, batch: Batch, layout: Layout, value: Tensor, lengths: Sequence[int]
-) -> int | None:
-    """Return the axis of a row that follows the length, by running the shorter rows of the batch
-    with their padding cut; None where there is none.
-    """
+def _can_cut(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> bool:
+    """Return whether the shorter rows of a batch [B, T, ...] are the same without their padding."""
+    if true_positions(batch) is None or (lengths := true_lengths(batch)) is None:
+        return False
     full = batch.kwargs["attention_mask"].shape[1]
-    short = max((length for length in lengths if length < full), default=0)
+    short = max(length for length in lengths if length < full)
     chosen = [row for row, length in enumerate(lengths) if length <= short]
     try:
-        part = boundary.run_front(take(batch, chosen, short))
+        part = _run_front(boundary, take(batch, chosen, short))
     except Exception:  # whatever a model raises on sequences cut short
-        return None
-    rows, found = layout.split(value, None), layout.split(part, None)
-    expected = [rows[index] for index in chosen]
-    axes = _changed(expected[0], found[0])
-    if [(expected[0].shape[axis], found[0].shape[axis]) for axis in axes] != [(full, short)]:
-        return None
-    agree = all(
-        _is_close(first.narrow(axes[0], 0, n), second.narrow(axes[0], 0, n), boundary.limit)
-        for first, second, n in zip(found, expected, (lengths[row] for row in chosen), strict=True)
-    )
-    return axes[0] if agree else None
+        return False
+    if value.shape[1] != full or part.shape != (len(chosen), short, *value.shape[2:]):
+        return False
+    ends = [(row, lengths[row]) for row in chosen]
+    pairs = [(own[:n], value[row, :n]) for own, (row, n) in zip(part, ends, strict=True)]
+    return all(_is_close(*pair, limit) for pair in pairs)
 
 
 def _tolerance(record: Record) -> float:
@@ -224,9 +176,7 @@ def difference(first: Tensor, second: Tensor) -> float:
 def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limit: float) -> str:
     """Return the name of the first entry that is not the same up to rounding, or ''."""
     for name in [*computed, *(found.keys() - computed.keys())]:
-        if name not in found or name not in computed:
-            return name
-        first, second = found[name], computed[name]
+        first, second = found.get(name, ...), computed.get(name, ...)
         if isinstance(first, Tensor) and isinstance(second, Tensor):
             is_same = _is_close(first, second, limit)
         else:
@@ -236,18 +186,10 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
     return ""
 
 
-def _without_padding(outcome: Mapping[str, Any], kept: Tensor | None) -> dict[str, Any]:
+def _without_padding(outcome: dict[str, Any], kept: Tensor | None) -> dict[str, Any]:
     """Return what a pass gave, of the output for each position [B, T, ...] only the `kept` ones."""
-    found = dict(outcome)
-    if kept is not None:
-        outputs = [name for name in found if name.startswith("output")]
-        for name in [n for n in outputs if getattr(found[n], "shape", ())[:2] == kept.shape]:
-            found[name] = found[name][kept.to(found[name].device)]
-    return found
-
-
-def _changed(first: Tensor, second: Tensor) -> list[int]:
-    """Return the axes along which two tensors have other sizes."""
-    if first.dim() != second.dim():
-        return []
-    return [axis for axis in range(first.dim()) if first.shape[axis] != second.shape[axis]]
+    if kept is None:
+        return outcome
+    found = {name: e for name, e in outcome.items() if name.startswith("output")}
+    cut = {name: e for name, e in found.items() if getattr(e, "shape", ())[:2] == kept.shape}
+    return {**outcome, **{name: entry[kept.to(entry.device)] for name, entry in cut.items()}}

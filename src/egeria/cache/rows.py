@@ -1,4 +1,4 @@
-"""Rows of activations: the keys they are known by, and where they are kept.
+"""Rows of activations: where they are kept, and the keys they are known by.
 
 The key of a row is a digest of all that the model is given for one sample, without its padding.
 """
@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 
 from egeria import tree
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 
 DIGEST_BYTES = 16
+ROW_BYTES = 256  # kept of a row beside its values: its key and its place
+DISK_SHARE = 0.5  # of the free disk space, that may be used: as much again is left to others
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
-# Of the numbers that words are multiplied by: the first ones are the same for all counts.
-_SEED = 20
-ROW_BYTES = 256
-"""What is kept of a row beside its values: its key and its place."""
-DISK_SHARE = 0.5
-"""Share of the free disk space that may be used: as much again is left to others."""
+_SEED = 20  # of what words are multiplied by: the first numbers are the same for all counts
 
 
 def count_rows(batch: Batch) -> int:
@@ -44,12 +41,12 @@ def true_lengths(batch: Batch) -> list[int] | None:
     """Return the length of each row without its padding [B], from the argument `attention_mask`.
 
     None unless that is a mask [B, T] of zeros and ones, padded on the right, with at least one true
-    element in each row: only then can rows be cut. On an accelerator this waits for it.
+    element in each row: only then can rows be cut.
     """
     mask = batch.kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
+    if not isinstance(mask, Tensor) or mask.is_floating_point():
         return None
-    if mask.is_floating_point() or mask.is_complex():
+    if mask.dim() != 2 or not mask.numel():
         return None
     lengths = (mask != 0).sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
@@ -59,14 +56,13 @@ def true_lengths(batch: Batch) -> list[int] | None:
 
 
 def true_positions(batch: Batch) -> Tensor | None:
-    """Return which positions of a padded batch are true elements, as bool [B, T]; None where its
-    rows cannot be cut, or have no padding.
+    """Return which positions are true elements, as bool [B, T]; None where `true_lengths` gives
+    None, or nothing is padding.
     """
-    lengths = true_lengths(batch)
-    width = 0 if lengths is None else batch.kwargs["attention_mask"].shape[1]
-    if lengths is None or min(lengths) == width:
+    if (lengths := true_lengths(batch)) is None:
         return None
-    return torch.arange(width) < torch.tensor(lengths)[:, None]
+    width = batch.kwargs["attention_mask"].shape[1]
+    return torch.arange(width) < torch.tensor(lengths)[:, None] if min(lengths) < width else None
 
 
 def is_cut(tensor: Tensor, batch: Batch) -> bool:
@@ -79,9 +75,8 @@ def row_keys(
 ) -> list[bytes] | None:
     """Return a key for each row of the model's input; None where it has no rows.
 
-    Tensors whose first axis has an entry for each sample count row by row, all else counts for
-    every row: other tensors, plain values, and the type of mixed precision. Tensors named in
-    `cut_names` are cut to `lengths`, of the rows [B].
+    Tensors with an entry for each sample count row by row, those in `cut_names` as far as the
+    `lengths` [B]; all else counts for every row, also the type of mixed precision.
     """
     num_rows, columns = count_rows(batch), []
     shared = hashlib.blake2b(repr(batch.autocast).encode())
@@ -97,28 +92,22 @@ def row_keys(
     if not columns or not num_rows:
         return None
     rows, prefix = np.concatenate(columns, axis=1), shared.digest()
-    return [
-        hashlib.blake2b(prefix + row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in rows
-    ]
+    hashes = [hashlib.blake2b(prefix + row.tobytes(), digest_size=DIGEST_BYTES) for row in rows]
+    return [each.digest() for each in hashes]
 
 
 def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
-    """Return a copy of a batch with the given rows, detached; repeats are fine.
-
-    Args:
-        batch: the model's input.
-        rows: their numbers.
-        length: to which rows as long as the attention mask are cut.
+    """Return a copy of a batch with the rows of these numbers, detached; those as long as the
+    attention mask are cut to `length`.
     """
-    num_rows, index = count_rows(batch), torch.tensor(rows)
+    num_rows = count_rows(batch)
 
     def pick(tensor: Tensor) -> Tensor:
         if tensor.shape[:1] != (num_rows,):
             return tensor.detach().clone()
-        found = tensor.detach().index_select(0, index.to(tensor.device))
-        if length is not None and is_cut(tensor, batch):
-            found = found[:, :length].contiguous()
-        return found
+        found = tensor.detach()[torch.tensor(rows, device=tensor.device)]
+        is_long = length is not None and is_cut(tensor, batch)
+        return found[:, :length].contiguous() if is_long else found
 
     args, kwargs = tree.map_tensors(pick, batch.arguments)
     return replace(batch, args=args, kwargs=kwargs)
@@ -128,12 +117,10 @@ def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
 def digests(tensor: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     """Return 128 bits for each row of a tensor, computed where it is, as int64 [B, 2].
 
-    Each eight bytes are mixed so that no two give the same, multiplied by two numbers of their own,
-    and added up as integers: exact, and the same on every device. What is behind a row's length
-    counts as zero.
+    Each eight bytes are mixed, multiplied by two numbers of their own, and added up as integers:
+    exact, and the same on every device. What is behind a row's length counts as zero.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    rows = plain.reshape(len(plain), -1).view(torch.uint8)
+    rows = _plain(tensor).reshape(len(tensor), -1).view(torch.uint8)
     if lengths is not None:
         width = rows.shape[1] // tensor.shape[1]
         ends = torch.tensor(lengths, device=rows.device)[:, None]
@@ -154,9 +141,12 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return (drawn.T.contiguous() | 1).to(device)
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return _plain(tensor).cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 class MemoryStore:
@@ -182,9 +172,6 @@ class MemoryStore:
         """Return rows; None for one that is not there."""
         return [self._rows.get(key) for key in keys]
 
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """Memory needs no preparation."""
-
     def close(self) -> None:
         """Free the memory."""
         self._rows, self.is_full = {}, True
@@ -193,14 +180,11 @@ class MemoryStore:
 class FileStore:
     """Rows in one file of this process, behind one another; a checksum tells a damaged one.
 
-    The file has no name: nobody else reads it, and it goes with the process, however that ends.
-
-    Args:
-        directory: in which the file is made.
-        limit_bytes: of its size; None for a share of the free space.
+    The file has no name, so that it goes with the process, however that ends. It may have
+    `limit_bytes`, but never more than a share of the free space.
 
     Raises:
-        OSError: no file can be made there.
+        OSError: no file can be made in the directory.
     """
 
     def __init__(self, directory: Path, limit_bytes: int | None) -> None:
@@ -219,7 +203,7 @@ class FileStore:
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
         """Append rows; nothing more where they do not fit."""
-        parts: list[Any] = [row.contiguous().reshape(-1).view(torch.uint8).numpy() for row in rows]
+        parts = [_bytes(row) for row in rows]
         num_bytes = sum(part.nbytes for part in parts)
         data, offset = np.concatenate(parts), self.size_bytes
         self.is_full = self.is_full or offset + num_bytes > self._limit_bytes
@@ -227,15 +211,14 @@ class FileStore:
             return
         try:
             os.posix_fallocate(self._file, offset, num_bytes)
-            written = os.pwrite(self._file, data.data, offset)
+            os.pwrite(self._file, data.data, offset)
         except OSError as error:
             self.is_full, self.error = True, str(error)
             return
         for key, row, part in zip(keys, rows, parts, strict=True):
-            if offset + part.nbytes - self.size_bytes <= written:
-                self._places[key] = (offset, row.shape, row.dtype, zlib.crc32(part.data))
+            self._places[key] = (offset, row.shape, row.dtype, zlib.crc32(part.data))
             offset += part.nbytes
-        self.size_bytes += num_bytes
+        self.size_bytes = offset
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
         """Return rows; None for one that is not there, or damaged, which is forgotten."""
@@ -244,12 +227,9 @@ class FileStore:
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """Let the system read these rows into memory."""
-        for place in map(self._places.get, keys):
-            if place is not None:
-                offset, shape, dtype, _ = place
-                os.posix_fadvise(
-                    self._file, offset, math.prod(shape) * dtype.itemsize, os.POSIX_FADV_WILLNEED
-                )
+        for offset, shape, dtype, _ in [self._places[key] for key in keys if key in self._places]:
+            size_bytes = math.prod(shape) * dtype.itemsize
+            os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Free the file."""
@@ -276,12 +256,8 @@ Store = MemoryStore | FileStore
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int:
-    """Return how much memory this process could still be given; 0 where that is not known.
-
-    The least of what the machine has, and of what the limit of its container leaves.
-
-    Args:
-        system: the folder in which `proc` and `sys` are.
+    """Return the least of what the machine has free and what the limit of its container leaves, by
+    the files below `system`; 0 where that is not known.
     """
     found, groups = [], system / "sys/fs/cgroup"
     with suppress(OSError, ValueError, LookupError):

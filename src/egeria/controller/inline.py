@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from egeria.errors import brief
 from egeria.events import Event, ReferenceRefreshed
-from egeria.model.batch import Batch
+from egeria.model.passes import Batch
 from egeria.plasticity import gram, pool_map, sp_loss_of_grams
 from egeria.reference import Reference
 

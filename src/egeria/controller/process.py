@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from egeria.controller.inline import Answer, Controller, InlineController, Ticket
 from egeria.errors import brief
 from egeria.events import Declined, Event
-from egeria.model.batch import Batch
 from egeria.model.hooks import without_watchers
+from egeria.model.passes import Batch
 from egeria.random_state import RandomState
 
 START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine

@@ -21,10 +21,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class Compilation:
-    """Owns the settings of torch for one compiled model, until `close`.
-
-    A change of depth changes what requires a gradient, so that the next forward pass is compiled.
-    """
+    """Owns the settings of torch for one model, until `close`; each change of depth compiles."""
 
     def __init__(self) -> None:
         self._before: Any = None

@@ -6,23 +6,16 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from egeria import tree
 from egeria.errors import StateError, UnsupportedModelError
-from egeria.model.group import (
-    ATOMS,
-    Group,
-    Piece,
-    find_pieces,
-    group_atoms,
-    is_under,
-    parent_of,
-    tables_in,
-)
+from egeria.model.group import ATOMS, Group, Piece, find_pieces, group_atoms, name_group, tables_in
 from egeria.model.watch import Node, Watch, reach, sinks
 
 
@@ -53,23 +46,18 @@ class Cut:
         """Of each layer module, whether any parameter freezes with it."""
         return tuple(bool(module.parameters) for module in self.modules)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the cut as plain data, which JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Cut:
-        """Return what `to_dict` was called on; StateError if it is anything else."""
+        """Return what `dataclasses.asdict` was called on; StateError if it is anything else."""
         try:
             modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
             cut = cls(**_as_tuples({**entry, "modules": modules}))
-            is_whole = len(cut.detaches) == len(modules) > cut.deepest >= 0
+            if len(cut.detaches) == len(modules) > cut.deepest >= 0:
+                return cut
         except (TypeError, KeyError, AttributeError):
-            is_whole = False
-        if not is_whole:
-            contract = "A saved cut has the layer modules of a model and the facts of each"
-            raise StateError(f"{contract}, found {entry!r:.100}. Load a state as it was saved.")
-        return cut
+            pass
+        contract = "A saved cut has the layer modules of a model and the facts of each"
+        raise StateError(f"{contract}, found {entry!r:.100}. Load a state as it was saved.")
 
     @classmethod
     def combine(cls, cuts: Sequence[Cut]) -> Cut:
@@ -104,9 +92,7 @@ def make_modules(
 ) -> tuple[LayerModule, ...]:
     """Cut a model in training, without wrappers, into layer modules, front to back.
 
-    A parameter belongs to the last layer module that uses it. One that no submodule which ran holds
-    (a class token, a temperature) is looked for in the graph; where it is not found there, it was
-    used behind all of them, as in the loss.
+    A parameter belongs to the last layer module that uses it.
 
     `pattern`, `target_share` and `keep` are settings of `[modules]`; under `minimum_share` of the
     parameters a stage joins its neighbour. `tables_apart` makes a lookup table in front of all
@@ -122,10 +108,11 @@ def make_modules(
     places = _find_places(model, pieces, line, watch)
     line = _with_table_apart(line, places) if tables_apart and pattern is None else line
     atoms = _find_atoms(line)
-    reason = f"The pattern {pattern!r} names it"
-    groups = [Group(index, index + 1, reason) for index in range(len(atoms))]
     if pattern is None:
         groups = _group(model, atoms, target_share, minimum_share)
+    else:
+        reason = f"The pattern {pattern!r} names it"
+        groups = [Group(index, index + 1, reason) for index in range(len(atoms))]
     if seen is None:
         seen = {name for name, entry in model.named_parameters() if entry.requires_grad}
     frozen = {name for name in seen if not (keep and re.search(keep, name))}
@@ -134,7 +121,7 @@ def make_modules(
     owned = _divide(model, places, stops)
     return tuple(
         LayerModule(
-            name=_name_group(names, group),
+            name=name_group(names, group),
             submodules=tuple(piece.name for piece in line[start:stop]),
             parameters=tuple(name for name in own if name in frozen),
             num_parameters=sum(own.values()),
@@ -146,11 +133,42 @@ def make_modules(
     )
 
 
+# For a `modules.target_share` of None: plasticity judges layer modules one by one, so that few are
+# better; a plan for a pretrained model freezes many, each at its own time.
+COARSE_SHARE, FINE_SHARE = 0.2, 0.1
+
+
+def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict[str, Any]:
+    """Return what `make_modules` is given for settings of `[modules]`."""
+    is_fine = settings["target_share"] is None and is_pretrained
+    share = settings["target_share"] or (FINE_SHARE if is_fine else COARSE_SHARE)
+    return {**settings, "target_share": share, "tables_apart": is_fine}
+
+
+@torch.no_grad()
+def is_mostly_trained(model: nn.Module) -> bool:
+    """Return whether most normalisation layers were trained before, so that this is fine-tuning.
+
+    They begin with all weights equal, 1 or 0, and with the statistics of no data. Of sharded
+    parameters the part of this process is judged.
+    """
+    norms = [part for part in model.modules() if "norm" in type(part).__name__.lower()]
+    told = list[bool]()  # of each that has such numbers, whether it was trained
+    for norm in norms:
+        own = [getattr(norm, name, None) for name in ("weight", "running_mean")]
+        vectors = [e for e in own if isinstance(e, Tensor) and e.dim() == 1 and not e.is_meta]
+        parts = [tree.own_part(e) for e in vectors if e.is_floating_point()]
+        if parts:
+            told.append(not all(bool((part == part[:1]).all()) for part in parts))
+    return 2 * sum(told) > len(told)
+
+
 def _find_line(
     pieces: Sequence[Piece], watch: Watch | None, order: Iterable[str] | None
 ) -> list[Piece]:
     """Return the pieces that ran, by their last call; without a pass all, as they are defined."""
-    if watch is not None and watch.is_reentrant:
+    nodes = set() if watch is None else reach(watch.outputs)
+    if any("CheckpointFunction" in node.name() for node in nodes):
         raise UnsupportedModelError(
             "A reentrant checkpoint hides what runs in it, and loses gradients behind a frozen "
             "layer. Give `checkpoint`, or gradient_checkpointing_kwargs, use_reentrant=False."
@@ -166,9 +184,9 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    The graph is asked for what no piece in `line` holds, and for lookup tables. It is not for
-    others: blocks may keep a loss of their own until the end, which is no other use of their
-    weights. Without a graph what a submodule around pieces holds itself counts as used in front.
+    The graph is asked for lookup tables, and for what no piece in `line` holds, such as a class
+    token; what is not found there was used behind all pieces, as in the loss. Without a graph what
+    a submodule around pieces holds itself counts as used in front.
     """
     places = {name: index for index, piece in enumerate(line) for name in piece.parameters}
     uses = {} if watch is None else _find_uses(model, line, watch)
@@ -229,10 +247,9 @@ def _group(
     """Group atoms by size, next to which the vocabulary of a multilingual model does not count."""
     named, tables = dict(model.named_parameters()), tables_in(model)
     cores, shapes = [atom.core for atom in atoms], {table.shape for table in tables}
-    inside: set[str] = set()
-    for core in cores:
-        if any(p.ndim >= 2 and p not in tables for p in core.module.parameters()):
-            inside.update(core.parameters)
+    weights = {core: set(core.module.parameters()) - tables for core in cores}
+    have_matrices = [core for core in cores if any(p.ndim >= 2 for p in weights[core])]
+    inside = {name for core in have_matrices for name in core.parameters}
     counted = (p for name, p in named.items() if name in inside or p.shape not in shapes)
     total, names = sum(parameter.numel() for parameter in counted), [core.name for core in cores]
     sizes = [sum(named[name].numel() for name in core.parameters) for core in cores]
@@ -257,26 +274,12 @@ def _divide(
     return owned
 
 
-def _name_group(names: Sequence[str], group: Group) -> str:
-    """Name a group after its stage where it is the whole of one, else after first and last atom."""
-    inside = names[group.start : group.stop]
-    if len(inside) == 1:
-        return inside[0]
-    stage = parent_of(inside[0])
-    while not all(is_under(name, stage) for name in inside):
-        stage = parent_of(stage)
-    is_whole = bool(stage) and sum(is_under(name, stage) for name in names) == len(inside)
-    return stage if is_whole else f"{inside[0]}-{inside[-1]}"
-
-
 def read_graph(
     model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Collection[Tensor] = ()
 ) -> Cut:
     """Add to the layer modules what the graph of the first passes says.
 
-    Where no pass had an output to walk from, nothing may be detached, and the last layer module
-    with something to train is left in training. `trained` is all that the optimizers train, also
-    tensors that are not of the model.
+    `trained` is all that the optimizers train, also tensors that are not of the model.
     """
     graph = _Graph(model, modules, watch, trained)
     limits = [(len(modules) - 1, ""), *graph.limits_of_outputs(), *graph.limits_of_the_loop()]
@@ -289,40 +292,34 @@ class _Graph:
     """Where the layer modules stand in the graph of the first passes."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        modules: Sequence[LayerModule],
-        watch: Watch,
-        trained: Collection[Tensor],
+        self, model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Any
     ) -> None:
         self._modules, self._watch, self._nodes = modules, watch, watch.nodes
         self._outputs = _outputs_that_count(watch)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        trains = {name for parameter, name in names.items() if parameter.requires_grad}
-        trains.update(*(module.parameters for module in modules))
-        self._trains = trains
+        self._trains = {name for parameter, name in names.items() if parameter.requires_grad}
+        self._trains.update(*(module.parameters for module in modules))
         # The parameters that train in each submodule.
-        parts = [name for module in modules for name in module.submodules]
-        held = [(name, model.get_submodule(name).parameters()) for name in parts]
-        self._held = {name: trains.intersection(names[p] for p in own) for name, own in held}
+        self._held = {
+            name: self._trains.intersection(map(names.get, model.get_submodule(name).parameters()))
+            for module in modules
+            for name in module.submodules
+        }
         # What the graph begins with: parameters of the model, inputs, and what an optimizer trains
         # that is not of the model: a hook, say, brings it in.
-        nodes = reach(self._outputs)
-        leaves = {node: node.variable for node in nodes if hasattr(node, "variable")}
+        leaves = {n: n.variable for n in reach(self._outputs) if hasattr(n, "variable")}
         self._leaves = {node: names[leaf] for node, leaf in leaves.items() if leaf in names}
         self._inputs = {n for n, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
         self._outside = {n for n, leaf in leaves.items() if leaf not in names and leaf in trained}
 
     def limits_of_outputs(self) -> Iterator[tuple[int, str]]:
         """Yield depths at which an output would lose its last gradient, and why."""
-        marks = [self._mark(module) for module in self._modules]
-        lasts = set[int]()
+        marks, lasts = [self._mark(module) for module in self._modules], set[int]()
         for output in self._outputs:
             nodes = reach([output])
             lasts.update([i for i, mark in enumerate(marks) if mark & nodes][-1:])
-        if not lasts:  # no output is known
-            lasts = {max((i for i, each in enumerate(self._modules) if each.parameters), default=0)}
-        for last in lasts:
+        trained = [index for index, module in enumerate(self._modules) if module.parameters]
+        for last in lasts or {max(trained, default=0)}:  # where no output is known
             name = self._modules[last].name
             yield last, f"an output depends on nothing behind {name} that trains"
 
@@ -354,10 +351,10 @@ class _Graph:
     def may_detach(self, depth: int) -> bool:
         """Return whether the output of the first `depth` layer modules may be detached.
 
-        What still trains in front of the boundary must train behind it too (tied weights). Nothing
-        of it may be reached around the boundary (the embedding that a decoder uses as well), nor an
-        input in front of it, and no later layer module may be there (a block that is called twice),
-        nor a trained tensor outside of the model.
+        What still trains in front of the boundary must train behind it too (tied weights). Neither
+        it nor an input in front may be reached around the boundary (an embedding that a decoder
+        uses too), and no later layer module may be in front (a block that is called twice), nor a
+        trained tensor outside of the model.
         """
         edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else None
         if not edge:
@@ -381,8 +378,8 @@ def _outputs_that_count(watch: Watch) -> list[Node]:
     """Return the outputs that must not lose their gradient.
 
     In each backward pass these are the ones that received a gradient and that no other such output
-    is computed from: the keys and values that a model returns beside its logits receive one from
-    there. Where no output received any, it is those that no other output is computed from.
+    is computed from, as logits are from keys and values. Where none received any, it is those that
+    no other output is computed from.
     """
     passes: defaultdict[int, list[Node]] = defaultdict(list)
     for output in dict.fromkeys(watch.outputs):

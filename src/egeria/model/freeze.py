@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,22 +16,18 @@ from egeria.model.hooks import Hook, sweep
 if TYPE_CHECKING:
     from egeria.model.cut import Cut
 
-NUM_COMPARED = 8  # parameters whose values are compared each time, for writes through `data`
 _ATTRIBUTES = ("requires_grad_", "__getstate__")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Freezer:
     """Owns the frozen depth of one model without wrappers.
 
-    Parameters of a frozen layer module require no gradient and hold none. Its submodules are in
-    eval mode whoever calls `model.train()`, but for those that serve something that trains: a
-    dropout that active blocks use too, a normalisation whose parameters are kept trainable. A layer
-    module in which nothing trains keeps the modes that its owner gave it.
+    Parameters of a frozen layer module require no gradient and hold none. Its submodules stay in
+    eval mode, but for those that serve something that trains, such as a dropout that active blocks
+    use too. A layer module in which nothing trained keeps the modes that the user gave it.
 
-    What the user changes meanwhile is kept by a thaw: a call of `requires_grad_` on a frozen
-    parameter, and a mode other than the model's. The assignment `parameter.requires_grad = False`
-    leaves no trace there and is not seen, nor is a call on a tensor subclass (sharded parameters).
+    A thaw keeps what the user has changed: a mode other than the model's, and `requires_grad` where
+    `requires_grad_` was called; an assignment, or a call on a tensor subclass, is not seen.
     A compiled model gets no hooks (`has_hooks`), so that nothing is detached there.
     """
 
@@ -51,8 +46,8 @@ class Freezer:
     def freeze_to(self, depth: int, *, detaches: bool = True) -> None:
         """Freeze the first `depth` layer modules and thaw all others.
 
-        Its output may be detached if the caller and the cut allow it. Every change is noted before
-        it is made: behind an interrupt the next call, for any depth, starts from a thawed model.
+        Their output is detached where the caller and the cut allow it. After an interrupted call
+        the next one, for any depth, starts from a thawed model.
         """
         kept = depth if self.is_whole else 0
         self.is_whole = False
@@ -74,16 +69,10 @@ class Freezer:
     def moved(self) -> list[str]:
         """Return the names of frozen parameters that were changed, replaced or switched on.
 
-        Torch counts writes, of which those that keep the values are no change, but not writes
-        through `data`: these are looked for in the few smallest parameters, as they concern all.
+        Torch counts writes, but not those through `data`; ones that keep the values are no change.
         """
         now, held = self._parameters(), [entry for part in self._held for entry in part]
-        smallest = heapq.nsmallest(NUM_COMPARED, held, key=lambda entry: entry.parameter.numel())
-
-        def is_other(entry: _Held) -> bool:
-            return now.get(entry.name) is not entry.parameter or entry.has_moved(entry in smallest)
-
-        return [entry.name for entry in held if is_other(entry)]
+        return [e.name for e in held if now.get(e.name) is not e.parameter or e.has_moved()]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters(remove_duplicate=False))
@@ -115,8 +104,8 @@ class Freezer:
         elsewhere = {part for _, part in self._model.named_modules(memo=set(front))}
 
         def serves(part: nn.Module) -> bool:
-            # A name elsewhere is a use of a submodule without parameters. One with parameters may
-            # just have two names: the layer module that its parameters are in tells where it is.
+            # A submodule without parameters that has a name elsewhere is used there. One with
+            # parameters may just have two names, and is where its parameters are.
             if part in later or any(p.requires_grad for p in part.parameters(recurse=False)):
                 return True
             return part in elsewhere and next(part.parameters(), None) is None
@@ -141,11 +130,11 @@ class Freezer:
 
 
 def _needs_mode(part: nn.Module) -> bool:
-    """Return whether a submodule keeps its mode, since that means more than its own layers.
+    """Return whether a submodule keeps its mode, since more depends on it than its own layers.
 
-    By that of quantized weights their library may pack them for inference, for good. By that of its
-    first layer `nn.TransformerEncoder` hands nested tensors to all, also to those in training. One
-    with a `train` of its own has its user's mode.
+    In eval mode quantized weights may be packed for inference, for good, and a
+    `nn.TransformerEncoder` hands nested tensors to all of its layers if the first one is in it. A
+    submodule with a `train` of its own has its user's mode.
     """
     train = vars(part).get("train")
     is_of_a_copy = getattr(train, "func", None) is type(part).train  # of one that was frozen
@@ -157,13 +146,13 @@ def _needs_mode(part: nn.Module) -> bool:
 
 
 class _Held:
-    """One frozen parameter; attributes on it see its `requires_grad_`, and are in no pickle."""
+    """One frozen parameter, with attributes that see its `requires_grad_` and are in no pickle."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
         self.was_active = parameter.requires_grad  # not where the loop has switched it off
         self._is_users = not self.was_active
-        self._version, self._fingerprint = _read_version(parameter), _fingerprint(parameter)
+        self._version, self._sum = self._read_version(), self._sum_bytes()
 
     def hold(self) -> None:
         if type(self.parameter) is nn.Parameter:
@@ -181,14 +170,11 @@ class _Held:
         for name in _ATTRIBUTES:
             vars(self.parameter).pop(name, None)
 
-    def has_moved(self, compares: bool) -> bool:
+    def has_moved(self) -> bool:
         """Return whether the parameter is not what it was when it was frozen."""
-        version = _read_version(self.parameter)
-        if compares or version != self._version:
-            if _fingerprint(self.parameter) != self._fingerprint:
-                return True
-            self._version = version
-        return self.parameter.requires_grad
+        before, self._version = self._version, self._read_version()
+        is_written = self._version != before and self._sum_bytes() != self._sum
+        return is_written or self.parameter.requires_grad
 
     def _set(self, requires_grad: bool = True) -> Tensor:
         self._is_users = True
@@ -198,33 +184,22 @@ class _Held:
         own = vars(self.parameter)
         return {name: value for name, value in own.items() if name not in _ATTRIBUTES}
 
+    def _read_version(self) -> int:
+        return self.parameter._version + tree.own_part(self.parameter)._version
 
-def _read_version(parameter: nn.Parameter) -> int:
-    return parameter._version + tree.own_part(parameter)._version
-
-
-def _fingerprint(parameter: nn.Parameter) -> tuple[int, str]:
-    """Return the sum of bit patterns, for which torch makes no copy, and that of the values.
-
-    The first wraps, so that halving 512 values does not show in it.
-    """
-    part = tree.own_part(parameter)
-    kind = _INTEGERS.get(part.element_size(), torch.int64)
-    has_sum = part.is_floating_point() and part.element_size() > 1
-    return int(part.view(kind).sum(dtype=kind)), str(part.sum().item()) if has_sum else ""
+    def _sum_bytes(self) -> int:
+        """Return what other values rarely have too; in any dtype, and without a copy."""
+        return int(tree.own_part(self.parameter).flatten().view(torch.uint8).sum())
 
 
 class _Train:
-    """`module.train` of a submodule that stays in eval mode; it notes the mode it would have.
-
-    Copies and pickles have the method of the class in its place, so that they follow `train()`.
-    """
+    """`module.train` of a submodule that stays in eval mode; copies have that of the class."""
 
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self._module, self._model = module, model
-        # The mode that it has by itself; None where it has the model's.
+        # The mode that the user gave it; None where it follows the model's.
         self._wish = None if module.training == model.training else module.training
-        self._version = self._statistics_version()
+        self._version = getattr(self._count, "_version", 0)
 
     def hold(self) -> None:
         vars(self._module)["train"] = self
@@ -247,32 +222,29 @@ class _Train:
         method = type(self._module).train
         return partial, (method,), (method, (self._module,), {}, None)
 
+    @property
+    def _count(self) -> Any:
+        """The batches in the statistics of a normalisation."""
+        return getattr(self._module, "num_batches_tracked", None)
+
     def _was_reset(self) -> bool:
         """Return whether a normalisation makes its statistics anew (`swa_utils.update_bn`)."""
-        if self._statistics_version() == self._version:
-            return False  # nothing wrote to them; the count may be on an accelerator
-        count = getattr(self._module, "num_batches_tracked", None)
-        return isinstance(count, Tensor) and not count.item()
-
-    def _statistics_version(self) -> int:
-        mean = getattr(self._module, "running_mean", None)
-        return mean._version if isinstance(mean, Tensor) else 0
+        # Where nothing was written it is not read, since it may be on an accelerator.
+        return getattr(self._count, "_version", 0) != self._version and not self._count.item()
 
 
 class _Boundary:
-    """Hooks at the output of the frozen front, which stop gradients that nothing behind it needs.
+    """Hooks that detach the output of the frozen front.
 
     A tied embedding, or an activation that requires a gradient for the sake of checkpoints, would
-    keep the backward pass of the whole front. If the first pass with gradients shows none, the
-    hooks are removed. Nothing is detached in a pass whose inputs require a gradient, outside of a
-    call of the model (its parts may be called one by one), and while a parameter in one of the
-    `places`, tables and names, trains: the user's own, or others in their place (`torch.func`).
+    keep the backward pass of the whole front. Nothing is detached in a pass whose inputs require a
+    gradient, outside of a call of the model, and while a parameter in one of the `places` (a table
+    and a name in it) trains: the user's own, or another in its place (`torch.func`).
     """
 
     def __init__(self, model: nn.Module, tap: nn.Module, places: list[tuple[Any, str]]) -> None:
         self._model, self._tap, self._places = model, tap, places
-        self._is_needed = False
-        # `was` of the last call of the model, for what a checkpoint computes anew.
+        # Whether inputs require a gradient; `was`: in the last call, which checkpoints repeat.
         self._is_asked = self._was_asked = True
 
     def open(self) -> None:
@@ -292,14 +264,9 @@ class _Boundary:
     def _detach(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         is_now = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
         is_asked = self._is_asked if is_now else self._was_asked
-        if is_asked or not torch.is_grad_enabled():
+        if is_asked or not (torch.is_grad_enabled() and tree.requires_grad(output)):
             return None
         own = (table.get(name) for table, name in self._places)
         if any(parameter is not None and parameter.requires_grad for parameter in own):
             return None
-        if not self._is_needed:
-            self._is_needed = tree.requires_grad(output)
-            if not self._is_needed:
-                self.close()
-                return None
         return tree.map_tensors(lambda t: t.detach() if t.requires_grad else t, output)

@@ -1,7 +1,7 @@
 """Taking a model apart into pieces, and grouping its repeated blocks by size (paper §6.3).
 
-- *weight matrices* of a submodule: its parameters of two or more dimensions. Embedding tables, and
-  tokens or positions of the shape [1, n, d], are looked up, not multiplied with, and do not count.
+- *weight matrices*: parameters of two or more dimensions, but no embedding tables, tokens or
+  positions [1, n, d], which are looked up, not multiplied with.
 - *unit*: a submodule with at most one weight matrix, such as a convolution or a normalisation.
 - *block*: an outermost instance of a class that repeats, with two weight matrices or more.
 - *stage*: an instance of a repeated class that is little more than a chain of blocks.
@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from egeria.errors import UnsupportedModelError
 # with what is loose around them. Direct are parameters that a submodule taken apart holds itself.
 Role = Literal["block", "unit", "loose", "direct"]
 ATOMS = ("block", "unit")
+_FindRole = Callable[[str, nn.Module], Role | None]  # by name and submodule
 _PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 
 
@@ -65,8 +67,7 @@ def tables_in(module: nn.Module) -> set[nn.Parameter]:
 def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ...]:
     """Take a model without wrappers apart, in the order of definition.
 
-    The blocks are the outermost submodules whose names `pattern` matches in full; without one they
-    are found by classes that repeat.
+    Blocks are the outermost submodules whose full names match `pattern`, or are found without one.
 
     Raises:
         UnsupportedModelError: parameters, their shapes or matches are missing.
@@ -80,19 +81,12 @@ def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ..
         raise UnsupportedModelError(
             "All parameters must have a shape, found lazy ones. Run one forward pass before attach."
         )
-    if pattern is None:
-        return tuple(_walk(model, _Census(model).role))
-    matches = _outermost_matches(model, pattern)
-
-    def role_by_name(path: str, _module: nn.Module) -> Role | None:
-        if path in matches:
-            return "block"
-        return None if any(is_under(match, path) for match in matches) else "loose"
-
-    return tuple(_walk(model, role_by_name))
+    find_role = _Census(model).role if pattern is None else _roles_by_name(model, pattern)
+    return tuple(_walk(model, find_role))
 
 
-def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
+def _roles_by_name(model: nn.Module, pattern: str) -> _FindRole:
+    """Return what makes the outermost submodules with output that match a pattern blocks."""
     matches: list[str] = []
     for name, module in model.named_modules():
         has_output = can_be_called(module) and next(module.parameters(), None) is not None
@@ -104,31 +98,30 @@ def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
             f"modules.pattern must match the full names of two submodules with parameters, "
             f"{pattern!r} matches {matches}. Compare it with the names in `model.named_modules()`."
         )
-    return matches
+
+    def find_role(path: str, _module: nn.Module) -> Role | None:
+        if path in matches:
+            return "block"
+        return None if any(is_under(match, path) for match in matches) else "loose"
+
+    return find_role
 
 
-def _walk(model: nn.Module, rule: Callable[[str, nn.Module], Role | None]) -> Iterator[Piece]:
-    """Yield the submodules that a rule gives a role; what it gives None is taken apart."""
+def _walk(model: nn.Module, find_role: _FindRole) -> Iterator[Piece]:
+    """Yield the submodules that are given a role; what is given None is taken apart."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     met: set[nn.Module] = set()
-
-    def piece(path: str, role: Role, module: nn.Module, own: Iterable[nn.Parameter]) -> Piece:
-        return Piece(name=path, role=role, module=module, parameters=tuple(names[p] for p in own))
 
     def visit(path: str, module: nn.Module) -> Iterator[Piece]:
         parts = [part for part in module.modules() if type(part) not in _PURE_CONTAINERS]
         if met.issuperset(parts or [module]):
             return  # another name of what was met before
-        role = rule(path, module) if path and can_be_called(module) else None
-        met.add(module)
-        if role is not None:
-            met.update(module.modules())
-            yield piece(path, role, module, module.parameters())
-            return
-        own = tuple(module.parameters(recurse=False))
-        if own:
-            yield piece(path, "direct", module, own)
-        for name, child in module.named_children():
+        role = find_role(path, module) if path and can_be_called(module) else None
+        own = tuple(names[p] for p in module.parameters(recurse=role is not None))
+        if own or role is not None:
+            yield Piece(name=path, role=role or "direct", module=module, parameters=own)
+        met.update([module] if role is None else module.modules())
+        for name, child in module.named_children() if role is None else ():
             yield from visit(f"{path}.{name}" if path else name, child)
 
     return visit("", model)
@@ -183,7 +176,7 @@ class _Census:
     def _is_stage(self, module: nn.Module) -> bool:
         """Return whether a module holds siblings, and beside them less than one sibling.
 
-        Experts inside a transformer block are siblings too, but its attention outweighs each.
+        Experts in a transformer block are siblings too, but its attention outweighs each.
         """
         siblings = [self._weights[sibling] for sibling in self._siblings(module)]
         rest = self._weights[module].difference(*siblings)
@@ -214,14 +207,13 @@ def group_atoms(
     names: Sequence[str],
     sizes: Sequence[int],
     total: int,
-    *,
     target_share: float,
     minimum_share: float,
 ) -> list[Group]:
     """Group atoms of these names and sizes, front to back, into layer modules.
 
-    Stages are found first; those under `minimum_share` of the total join a neighbour, and those
-    well over `target_share` are split into parts of similar size. The last atom stays alone.
+    Stages under `minimum_share` of the total join a neighbour, and those well over `target_share`
+    are split into parts of similar size. The last atom stays alone.
     """
     stages = _join_small(_find_stages(names, sizes), sizes, minimum_share * total)
     *groups, last = (part for stage in stages for part in _split(stage, sizes, total, target_share))
@@ -230,6 +222,18 @@ def group_atoms(
         reason = "The last block stays alone, because the last layer module is never frozen"
         last = Group(last.stop - 1, last.stop, reason)
     return [*groups, last]
+
+
+def name_group(names: Sequence[str], group: Group) -> str:
+    """Name a group after its stage where it is the whole of one, else after first and last atom."""
+    inside = names[group.start : group.stop]
+    if len(inside) == 1:
+        return inside[0]
+    stage = parent_of(inside[0])
+    while not all(is_under(name, stage) for name in inside):
+        stage = parent_of(stage)
+    is_whole = bool(stage) and sum(is_under(name, stage) for name in names) == len(inside)
+    return stage if is_whole else f"{inside[0]}-{inside[-1]}"
 
 
 def _find_stages(names: Sequence[str], sizes: Sequence[int]) -> list[Group]:
@@ -254,9 +258,8 @@ def _home(name: str, names: Sequence[str]) -> str:
 
 
 def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
-    """Return whether the size changes by a factor of `JUMP` at atom i, and not only for one atom.
-
-    Sizes that alternate, as those of every other block with experts, make no stage.
+    """Return whether the size changes by a factor of `JUMP` at atom i, and for more than one atom:
+    sizes that alternate, as where every other block has experts, make no stage.
     """
 
     def differ(a: int, b: int) -> bool:
@@ -273,13 +276,11 @@ def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: flo
     def is_small(stage: Group) -> bool:
         return sum(sizes[stage.start : stage.stop]) < minimum_size
 
-    joined: list[Group] = []
-    for stage in stages:
-        joined.append(stage)
-        is_last = stage is stages[-1]
-        while joined[1:] and (is_small(joined[-2]) or (is_last and is_small(joined[-1]))):
-            front, back = joined[-2:]
-            joined[-2:] = [Group(front.start, back.stop, front.reason.removesuffix(note) + note)]
+    joined = list(stages)
+    while len(joined) > 1 and (small := [i for i, stage in enumerate(joined) if is_small(stage)]):
+        i = min(small[0], len(joined) - 2)
+        front, back = joined[i : i + 2]
+        joined[i : i + 2] = [Group(front.start, back.stop, front.reason.removesuffix(note) + note)]
     return joined
 
 
@@ -296,21 +297,18 @@ def _split(stage: Group, sizes: Sequence[int], total: int, target_share: float) 
 
 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return where to split into contiguous parts with the least sum of squared sizes.
-
-    Of equally good splits it is the one with longer parts in front.
+    """Return where to split into contiguous parts with the least sum of squared sizes, and longer
+    parts in front where that is equal.
     """
     sums = [0, *accumulate(sizes)]
-    costs = [(sums[-1] - sums[start]) ** 2 for start in range(len(sizes))]  # the rest as one part
-    choices: list[list[int]] = []  # for one part more each time: where the second part begins
-    for parts in range(2, num_parts + 1):
-        best: list[tuple[int, int]] = []
-        for start in range(len(sizes) - parts + 1):
-            edges = range(start + 1, len(sizes) - parts + 2)
-            best.append(min(((sums[e] - sums[start]) ** 2 + costs[e], -e) for e in edges))
-        costs = [cost for cost, _ in best]
-        choices.append([-edge for _, edge in best])
-    begins = [0]
-    for choice in reversed(choices):
-        begins.append(choice[begins[-1]])
-    return begins[1:]
+
+    @cache
+    def split(start: int, num_parts: int) -> tuple[int, list[int]]:
+        """Return the least cost of parts from here on, and where those behind the first begin."""
+        if num_parts == 1:
+            return (sums[-1] - sums[start]) ** 2, []
+        edges, left = range(start + 1, len(sizes) - num_parts + 2), num_parts - 1
+        cost, edge = min(((sums[e] - sums[start]) ** 2 + split(e, left)[0], -e) for e in edges)
+        return cost, [-edge, *split(-edge, left)[1]]
+
+    return split(0, num_parts)[1]

@@ -21,9 +21,8 @@ _WATCHING = {name for name in vars(nn.Module()) if name.endswith("_hooks")} - {"
 class Hook(partial[Any]):
     """Calls a function with its owner in front, who may remove the hook by `sweep`.
 
-    A model may be copied or saved at any time (averages of weights, `torch.save(model)`). The copy
-    has a function of the standard library that does nothing in its place, so that a saved model is
-    loaded where this library is not installed.
+    Copies and pickles of the model have a function of the standard library in its place, which does
+    nothing, so that a saved model is loaded where this library is not installed.
     """
 
     def __new__(cls, owner: Any, function: Callable[..., Any]) -> Hook:  # noqa: D102
@@ -64,19 +63,16 @@ def remove(table: dict[int, Any], owner: Any) -> None:
 
 
 def copies_of_computed(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy` of a model, with the tensors that its modules computed.
-
-    Old-style weight_norm keeps one, for example; such tensors only copy once detached.
+    """Return a memo for `copy.deepcopy` of a model, with the tensors that its modules computed, as
+    old-style weight_norm does: they only copy once detached.
     """
     tensors = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
 def without_watchers(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module without hooks that watch it, and without mixed precision.
-
-    That is the `forward` which Accelerate puts in place of the model's own: it refuses to be
-    pickled, and would override the number format of a reference model.
+    """Return the attributes of a module without hooks that watch it, and without the `forward` of
+    Accelerate's mixed precision, which refuses to be pickled and sets the number format.
     """
     kept = {name: OrderedDict() if name in _WATCHING else attributes[name] for name in attributes}
     original = kept.get("_original_forward")

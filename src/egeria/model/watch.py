@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -23,10 +23,9 @@ _current_backward: Any = torch._C._current_graph_task_id  # the backward pass th
 class Watch:
     """Notes which pieces ran, in which order, and where their outputs stand in the graph.
 
-    The hooks sit on the pieces and on the modules around them until `close`, so that all passes
-    before the first optimizer step are seen, also where the loop calls parts of the model one by
-    one. Not noted is what runs without gradients, as a teacher does, and what a backward pass
-    computes anew for a checkpoint.
+    The hooks sit on the pieces and on the modules around them, so that all passes until `close` are
+    seen, also where the loop calls parts of the model one by one. Not noted is what runs without
+    gradients, as a teacher does, and what a backward pass computes anew for a checkpoint.
     """
 
     def __init__(self, model: nn.Module, pieces: Iterable[Piece]) -> None:
@@ -36,18 +35,13 @@ class Watch:
         self._added: set[tuple[int, str]] = set()
         self._given: list[tuple[str, weakref.ref[Tensor]]] = []
         self._pass: dict[str, None] = {}
-        # Names of the pieces that ran, by their last call in a pass; the nodes of their outputs;
-        # how many vectors their weights were multiplied with, over all calls.
-        self.order: dict[str, None] = {}
-        self.nodes: defaultdict[str, list[Node]] = defaultdict(list)
-        self.rows: defaultdict[str, int] = defaultdict(int)
-        # Of what the outermost calls returned, and the backward passes that gave it a gradient.
-        self.outputs: list[Node] = []
-        self.backwards: defaultdict[Node, set[int]] = defaultdict(set)
-        # Pieces whose outputs' gradient the loop reads; the parameters that each backward pass
-        # reached.
-        self.read: set[str] = set()
-        self.passes: defaultdict[int, set[str]] = defaultdict(set)
+        self.order: dict[str, None] = {}  # pieces that ran, by their last call in a pass
+        self.nodes = defaultdict[str, list[Node]](list)  # of the outputs of a piece
+        self.rows = Counter[str]()  # vectors that the weights of a piece were multiplied with
+        self.outputs: list[Node] = []  # of what the outermost calls returned
+        self.backwards = defaultdict[Node, set[int]](set)  # that gave an output a gradient
+        self.passes = defaultdict[int, set[str]](set)  # parameters that each backward pass reached
+        self.read: set[str] = set()  # pieces whose outputs' gradient the loop reads
         self.num_calls = 0  # of the model: one for each micro-batch
         self.failure = ""  # of a hook: nothing is noted from then on, and no cut can be made
 
@@ -57,15 +51,10 @@ class Watch:
         return not (self.order or self._pass)
 
     @property
-    def is_reentrant(self) -> bool:
-        """Whether a reentrant checkpoint ran, which hides what runs in it."""
-        return any("CheckpointFunction" in node.name() for node in reach(self.outputs))
-
-    @property
     def asked(self) -> set[str]:
         """Parameters whose gradient was worked out and not added up: by `torch.autograd.grad`."""
-        reached = ((task, name) for task, names in self.passes.items() for name in names)
-        return {entry[1] for entry in reached if entry not in self._added}
+        reached = {(task, name) for task, names in self.passes.items() for name in names}
+        return {name for _, name in reached - self._added}
 
     def open(self) -> None:
         """Put the hooks on."""
@@ -74,10 +63,10 @@ class Watch:
             if module not in inner or module in self._names:
                 module.register_forward_pre_hook(self._hook(Watch._enter))
                 module.register_forward_hook(self._hook(Watch._leave), always_call=True)
-        trained: Any = [entry for entry in self._model.named_parameters() if entry[1].requires_grad]
-        for name, parameter in trained:
-            parameter.register_hook(self._hook(Watch._note_gradient, name=name))
-            parameter.register_post_accumulate_grad_hook(self._hook(Watch._note_added, name=name))
+        named: Any = self._model.named_parameters()
+        for name, entry in [(name, entry) for name, entry in named if entry.requires_grad]:
+            entry.register_hook(self._hook(Watch._note_gradient, name=name))
+            entry.register_post_accumulate_grad_hook(self._hook(Watch._note_added, name=name))
 
     def close(self) -> None:
         """Take the hooks off; what was noted stays readable. Can be called again."""
@@ -120,22 +109,21 @@ class Watch:
         found = tree.tensors(output)
         if module in self._names and output is not None:  # of a call that raised it is None
             self._note_piece(self._names[module], module, found)
-        for tensor in [] if self._stack else found:
-            if tensor.grad_fn is not None:
-                self.outputs.append(tensor.grad_fn)
-                tensor.register_hook(self._hook(Watch._note_backward, node=tensor.grad_fn))  # type: ignore[no-untyped-call]
-        if not self._stack:
-            self.num_calls += module is self._model
-            self._find_readers()
+        if self._stack:
+            return
+        for tensor in [tensor for tensor in found if tensor.grad_fn is not None]:
+            self.outputs.append(tensor.grad_fn)
+            tensor.register_hook(self._hook(Watch._note_backward, node=tensor.grad_fn))  # type: ignore[no-untyped-call]
+        self.num_calls += module is self._model
+        self._find_readers()
 
     def _find_readers(self) -> None:
         """Look for outputs whose gradient is read: of what is frozen that would raise an error."""
-        alive = [(name, tensor) for name, given in self._given if (tensor := given()) is not None]
-        for name, tensor in alive:
-            hooks: Any = tensor._backward_hooks or {}
+        for name, tensor in [(name, given()) for name, given in self._given]:
+            hooks: Any = getattr(tensor, "_backward_hooks", None) or {}
             modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
             own = [not module.startswith(("torch.", "egeria.")) for module in modules]
-            if tensor.retains_grad or any(own):
+            if tensor is not None and (tensor.retains_grad or any(own)):
                 self.read.add(name)
 
     def _note_backward(self, _gradient: Tensor, *, node: Node) -> None:
@@ -158,8 +146,7 @@ class Watch:
         """Add what is new in a pass to the order, in front of what followed there."""
         self._find_readers()
         self._given.clear()
-        order = list(self.order)
-        place = len(order)
+        order, place = list(self.order), len(self.order)
         for name in reversed(self._pass):
             if name not in self.order:
                 order.insert(place, name)
@@ -177,11 +164,6 @@ def _count_rows(module: nn.Module, found: list[Tensor]) -> int:
     return output.numel() // max(1, output.shape[1 if is_image else -1])
 
 
-def parents(node: Node) -> list[Node]:
-    """Return the nodes that a node passes its gradients to."""
-    return [parent for parent, _ in node.next_functions if parent is not None]
-
-
 def reach(starts: Iterable[Node], stop: Collection[Node] = ()) -> set[Node]:
     """Return `starts` and the nodes that are reached from them, but nothing in or behind `stop`."""
     waiting, seen = list(starts), set()
@@ -189,12 +171,13 @@ def reach(starts: Iterable[Node], stop: Collection[Node] = ()) -> set[Node]:
         node = waiting.pop()
         if node not in seen and node not in stop:
             seen.add(node)
-            waiting += parents(node)
+            waiting += [parent for parent, _ in node.next_functions if parent is not None]
     return seen
 
 
 def sinks(outputs: Iterable[Node]) -> list[Node]:
     """Return the outputs that no other output is computed from, each once."""
     unique = list(dict.fromkeys(outputs))
-    inner = reach(parent for node in unique for parent in parents(node))
+    parents = [parent for node in unique for parent, _ in node.next_functions]
+    inner = reach(parent for parent in parents if parent is not None)
     return [node for node in unique if node not in inner]

@@ -14,7 +14,7 @@ from egeria.model.cut import Cut, LayerModule
 from egeria.model.freeze import Freezer
 from egeria.model.group import find_pieces
 from egeria.model.hooks import Hook, sweep
-from egeria.model.undisturbed import is_own_pass
+from egeria.model.passes import is_own_pass
 from egeria.policy import Depth
 from egeria.session.training import FreezingEndedError, Training
 

@@ -22,8 +22,7 @@ from egeria.errors import ConfigError, StateError, brief
 from egeria.events import Event, MetricLogged, Resumed, RunClosed
 from egeria.journal import Recorder, run_directory
 from egeria.model.compile import Compilation, is_compiled
-from egeria.model.cut import LayerModule
-from egeria.model.pretrained import find_trained_norms, is_mostly_trained
+from egeria.model.cut import LayerModule, is_mostly_trained
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.trackers import find_trackers
@@ -287,7 +286,7 @@ def _check_unwatched(model: nn.Module) -> None:
 
 def _is_pretrained(given: bool | str, model: nn.Module) -> bool:
     """Return what the setting says, or the weights; of a sharded one a process may hold too few."""
-    found = is_mostly_trained(find_trained_norms(model)) if given == "auto" else bool(given)
+    found = is_mostly_trained(model) if given == "auto" else bool(given)
     return any(exchange(found))
 
 

@@ -17,10 +17,17 @@ from egeria.controller.process import ProcessController, choose
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import rank
 from egeria.errors import brief
-from egeria.model.batch import Batch
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
-from egeria.model.undisturbed import KEPT, capture, is_own_pass, keeps_outside, living, undisturbed
+from egeria.model.passes import (
+    KEPT,
+    Batch,
+    captures,
+    is_own_pass,
+    keeps_outside,
+    living,
+    undisturbed,
+)
 from egeria.plasticity import gram, pool_map
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.text import plural
@@ -110,7 +117,7 @@ class Evaluation:
         reason = f"layer module {name} gives no tensor to judge it by"
         try:
             with undisturbed(model):
-                activation = capture(model, ticket.tap, rows.first_rows(None))
+                activation = captures(model, [ticket.tap], rows.first_rows(None)).get(ticket.tap)
             if activation is not None:
                 training_BB = gram(pool_map(activation, self._settings.largest_map))
         except Exception as error:  # not every first dimension is one of samples

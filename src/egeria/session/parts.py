@@ -80,7 +80,7 @@ class Parts:
     def state_dict(self) -> dict[str, Any]:
         """Return what `make_parts` and `restore` need in a resumed run."""
         return {
-            "cut": self.cut.to_dict(),
+            "cut": asdict(self.cut),
             "parameters": list(self.training.named()),
             "cut_by": asdict(self.training.config.modules),
             "policy": self.policy.state_dict(),
@@ -174,7 +174,7 @@ def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cac
     # How many processes of the job share the memory of this host, as the launcher says.
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Cache(
-        training.model,
+        model=training.model,
         settings=config,
         recorder=training.recorder,
         spend=spend,

@@ -23,7 +23,7 @@ from egeria.distributed.ranks import LostError, RankError, together, world_size
 from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.events import DepthRefused, IntervalMeasured, StageChanged
 from egeria.model.cut import Cut, LayerModule
-from egeria.model.undisturbed import finish
+from egeria.model.passes import finish
 from egeria.policy import Interval, Plan, Reading, Status, first_stage
 from egeria.random_state import accelerators_of
 from egeria.session.clock import NO_STEP, NO_STEPS, Clock, Seconds, Steps, combine

@@ -17,10 +17,9 @@ from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.journal import Recorder
 from egeria.model.compile import Compilation
-from egeria.model.cut import Cut, LayerModule, make_modules, read_graph
+from egeria.model.cut import Cut, LayerModule, make_modules, read_graph, settings_of_cut
 from egeria.model.group import find_pieces, parent_of
 from egeria.model.hooks import Hook, sweep
-from egeria.model.pretrained import settings_of_cut
 from egeria.model.watch import Watch
 from egeria.policy import UnfreezeRule
 from egeria.session.checks import length_of

@@ -1,4 +1,4 @@
-"""Running a forward pass of the user's model so that training cannot tell it ever happened."""
+"""Passes of our own: the batch they are made with, and how training cannot tell of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import gc
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,24 +19,86 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from egeria import dist, tree
-from egeria.model.batch import Batch
 from egeria.random_state import Generator, kept_random_state, restoring
 
+OF_THE_LOSS = "num_items_in_batch"  # by which transformers divide the loss of an optimizer step
 KEPT = (
     "its forward pass keeps tensors outside of the model (such as auxiliary losses in a list), and "
     "a pass of our own would add to them"
 )
 _own_passes = threading.local()
+# By model: calls that restore what a pass of ours under way may change.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""By model: what a pass of ours under way is to restore."""
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _OURS = ("torch.", "egeria.", "builtins.", "functools.")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Autocast:
+    """The mixed-precision setting a forward pass ran under."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def current(cls, device_type: str) -> Autocast:
+        """Return the setting in force for a type of device."""
+        enabled = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
+        return cls(device_type=device_type, enabled=enabled, dtype=dtype)
+
+    def context(self) -> torch.autocast:
+        """Return a context with this setting."""
+        # No cache: in training no weights may be found that were cast without gradients.
+        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Arguments of one call of the model; tensors are shared with the caller, not copied."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: Autocast
+
+    @classmethod
+    def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Batch:
+        """Return the arguments of a call that is being made, and what holds for it."""
+        return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type))
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and named arguments as one tree."""
+        return self.args, dict(self.kwargs)
+
+    @property
+    def contents(self) -> list[tuple[str, Any]]:
+        """Tensors and plain values but that of the loss, by their paths in `arguments`, sorted."""
+        found = (entry for entry in tree.contents(self.arguments) if OF_THE_LOSS not in entry[0])
+        return sorted(found, key=itemgetter(0))
+
+    def first_rows(self, count: int | None) -> Batch:
+        """Return a copy, which a model may overwrite, detached and cut to `count` samples; whole
+        where that is None or not possible.
+        """
+        args, kwargs = tree.detach(self.arguments)
+        of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
+        if count is not None:
+            args, kwargs = tree.take_rows((args, kwargs), count)
+        args, kwargs = tree.map_tensors(torch.clone, (args, {**kwargs, **of_the_loss}))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def on(self, device: str) -> Batch:
+        """Return the same with its tensors on a device."""
+        args, kwargs = tree.map_tensors(lambda tensor: tensor.to(device), self.arguments)
+        return replace(self, args=args, kwargs=kwargs)
+
+
 def is_own_pass() -> bool:
     """Return whether this thread is within `undisturbed`: a forward pass now is not the user's."""
-    return bool(getattr(_own_passes, "depth", 0))
+    return bool(getattr(_own_passes, "is_on", False))
 
 
 class TapReachedError(BaseException):
@@ -46,32 +110,31 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
     """Put the model in inference mode for the block and leave no trace behind.
 
     The block has copies of buffers, and of attributes that are tensors or containers. Restored
-    afterwards, also when it raises: the attributes of every submodule with its mode, random
-    generators, weights that were given other memory (`weight.data = ...`), and the random state.
-    Forward hooks are silent: they may collect what they see. Pre-hooks run, since some compute
-    weights. Nothing is compiled, and the fused path of `nn.TransformerEncoder`, which calls no
-    submodule, is off. So is the attention of cuDNN where another can take its place, in any mode:
-    it makes a plan for each new shape, the first in 1.8 s and later ones in 0.15 s on an H100.
+    afterwards, also when it raises: the attributes and the mode of every submodule, the random
+    state, generators, and weights that were given other memory (`weight.data = ...`). Forward hooks
+    are silent, since they may collect what they see; pre-hooks run, since some compute weights.
+    Nothing is compiled. The fused path of `nn.TransformerEncoder`, which calls no submodule, is
+    off, and in any mode so is the attention of cuDNN where another can take its place: it takes
+    1.8 s for its first plan and 0.15 s for each new shape on an H100.
 
     Args:
         model: the model to run.
         as_training: leave modes, gradients and fused paths as they are in training.
 
     Raises:
-        RuntimeError: the block communicates with other processes of the job, which take no part in
-            it.
+        RuntimeError: the block communicates with other processes, which take no part in it.
     """
     finish(model)
-    modules = list(model.modules())
-    before = _Before(modules)
+    modules, fused = list(model.modules()), torch.backends.mha
     cuda: Any = torch.backends.cuda
-    thrifty = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()
+    has_other = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()
     try:
-        _unfinished[model] = before
-        _own_passes.depth = before.depth + 1
-        before.put_copies()
-        torch.backends.mha.set_fastpath_enabled(before.fused and as_training)
-        cuda.enable_cudnn_sdp(before.plans and not (thrifty and cuda.math_sdp_enabled()))
+        _unfinished[model] = _undoing(modules)
+        _own_passes.is_on = True
+        _give_copies(modules)
+        fused.set_fastpath_enabled(fused.get_fastpath_enabled() and as_training)
+        if has_other and cuda.math_sdp_enabled():
+            cuda.enable_cudnn_sdp(False)
         for module in modules:
             # Not by `train`, since one of the user's own may do more.
             vars(module)["training"] = module.training and as_training
@@ -88,10 +151,9 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
 
 def finish(model: nn.Module) -> None:
     """Restore what an interrupt has kept `undisturbed` from restoring; mostly there is nothing."""
-    before = _unfinished.get(model)
-    if before is not None:
-        before.restore()
-        del _unfinished[model]
+    for undo in _unfinished.get(model, ()):
+        undo()
+    _unfinished.pop(model, None)
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,46 +172,39 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Before:
-    """What a forward pass may change of a model with these submodules, as it is now."""
+def _undoing(modules: Sequence[nn.Module]) -> list[Callable[[], object]]:
+    """Return what gives submodules back all that a pass may change, and torch its switches."""
+    cuda: Any = torch.backends.cuda
+    fused = torch.backends.mha
+    undo: list[Callable[[], object]] = [
+        partial(setattr, _own_passes, "is_on", is_own_pass()),
+        partial(fused.set_fastpath_enabled, fused.get_fastpath_enabled()),
+        partial(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled()),
+    ]
+    for module in modules:
+        own = vars(module)
+        undo += [partial(restore_table, table, dict(table)) for table in (own, module._buffers)]
+        undo += [restoring(value) for value in own.values() if isinstance(value, Generator)]
+        plain = [entry for entry in module._parameters.values() if type(entry) is nn.Parameter]
+        undo += [partial(_restore_memory, e, e.data) for e in plain if e.layout is torch.strided]
+    return undo
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        cuda: Any = torch.backends.cuda
-        self.fused, self.plans = torch.backends.mha.get_fastpath_enabled(), cuda.cudnn_sdp_enabled()
-        self.depth = getattr(_own_passes, "depth", 0)
-        self._tables = [(t, dict(t)) for m in modules for t in (vars(m), m._buffers)]
-        weights = {weight for module in modules for weight in module._parameters.values()}
-        plain = [entry for entry in weights if type(entry) is nn.Parameter]
-        self._weights = [(e, e.data) for e in plain if e.layout is torch.strided]
-        self._restore_generators: list[Callable[[], object]] = []
 
-    def put_copies(self) -> None:
-        """Give the submodules copies of tensors and containers, for a pass to change."""
-        copies: dict[int, Any] = {}  # by identity: what some share they go on to share
-        for table, before in self._tables:
-            for name in before.keys() - _OF_MODULES:
-                value = before[name]
-                if isinstance(value, Generator):
-                    self._restore_generators.append(restoring(value))
-                elif isinstance(value, Tensor) or type(value) in _CONTAINERS:
-                    if id(value) not in copies:
-                        is_tensor = isinstance(value, Tensor)
-                        copies[id(value)] = value.detach().clone() if is_tensor else value.copy()
-                    table[name] = copies[id(value)]
+def _give_copies(modules: Sequence[nn.Module]) -> None:
+    """Give submodules copies of their tensors and containers, for a pass to change."""
+    copies: dict[int, Any] = {}  # by identity: what some share they go on to share
+    for table in (table for module in modules for table in (vars(module), module._buffers)):
+        for name in table.keys() - _OF_MODULES:
+            value: Any = table[name]
+            if isinstance(value, Tensor):
+                table[name] = copies.setdefault(id(value), value.detach().clone())
+            elif type(value) in _CONTAINERS:
+                table[name] = copies.setdefault(id(value), value.copy())
 
-    def restore(self) -> None:
-        """Give the model back what it had, and the switches of torch; can be called again."""
-        cuda: Any = torch.backends.cuda
-        _own_passes.depth = self.depth
-        torch.backends.mha.set_fastpath_enabled(self.fused)
-        cuda.enable_cudnn_sdp(self.plans)
-        for table, before in self._tables:
-            restore_table(table, before)
-        for restore in self._restore_generators:
-            restore()
-        for weight, memory in self._weights:
-            if weight.data_ptr() != memory.data_ptr():
-                weight.data = memory
+
+def _restore_memory(weight: nn.Parameter, memory: Tensor) -> None:
+    if weight.data_ptr() != memory.data_ptr():
+        weight.data = memory
 
 
 def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
@@ -159,16 +214,11 @@ def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
     table.update(before)
 
 
-def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
-    """Return what `captures` gives for one submodule, None if it gives nothing."""
-    return captures(model, [tap], batch).get(tap)
-
-
 def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
     """Return the activations [B, ...] of submodules for the batch, running the model no further.
 
-    That is the first floating-point tensor of two dimensions or more that each gives when it is
-    called first, detached; those that give none are left out.
+    Each is the first floating-point tensor of two dimensions or more that the first call gives,
+    detached; submodules that give none are left out.
     """
     missing, found = set(taps), dict[str, Tensor]()
 
