@@ -29,9 +29,9 @@ from egeria.report.text import duration, mebibytes, number, percent
 UNLISTED = ("run_started", "interval", "plasticity", "metric", "reading_dropped", "reference")
 WIDTH_INCHES, HEIGHT_INCHES = 8.5, 1.8  # of a panel
 CAPTIONS = {
-    "Layers frozen": "How many front layer modules were frozen, and were to be by the plan.",
-    "Loss and metrics": "Mean loss of each interval, and what was logged.",
-    "Iteration time": "Median time of an iteration in each interval, without egeria's overhead.",
+    "The training": "How many front layer modules were frozen and were to be by the plan, the mean "
+    "loss of each interval, and the median time of an iteration in it without egeria's overhead.",
+    "Metrics": "What was logged, and the learning rate.",
     "Plasticity": "Readings of the frontmost active module (thin) and their running mean (thick).",
 }
 _STYLE: dict[Any, Any] = {
@@ -124,8 +124,10 @@ class Panel:
 
 def _pictures(summary: Summary) -> list[tuple[str, str, str]]:
     """Return title, caption and drawing of each picture that the journal has data for."""
-    made = (_depth_panels, _loss_panels, _pace_panels, _plasticity_panels)
-    found = [(*titles, make(summary)) for titles, make in zip(CAPTIONS.items(), made, strict=True)]
+    losses, metrics = _metric_panels(summary)
+    training = [*_depth_panels(summary), *losses, *_pace_panels(summary)]
+    made = (training, metrics, _plasticity_panels(summary))
+    found = [(*titles, panels) for titles, panels in zip(CAPTIONS.items(), made, strict=True)]
     return [(title, caption, _draw(panels, summary)) for title, caption, panels in found if panels]
 
 
@@ -143,10 +145,11 @@ def _depth_panels(summary: Summary) -> list[Panel]:
         planned = [0, *(min(move.depth, deepest) for move in moves)]
         style = {**_STAIRS, "linestyle": "--"}
         depths.append(Curve("planned", times, [*planned, planned[-1]], style))
-    return [Panel("layer modules", depths, top=1.1 * max(deepest, 1))]
+    return [Panel("layer modules frozen", depths, top=1.1 * max(deepest, 1))]
 
 
-def _loss_panels(summary: Summary) -> list[Panel]:
+def _metric_panels(summary: Summary) -> tuple[list[Panel], list[Panel]]:
+    """Return the panel of the losses, and those of all else that was logged."""
     intervals = summary.of(IntervalMeasured)
     curves = [Curve(metric.name, metric.steps, metric.values) for metric in summary.metrics]
     losses = [curve for curve in curves if "loss" in curve.label.lower()]
@@ -156,7 +159,7 @@ def _loss_panels(summary: Summary) -> list[Panel]:
         losses.insert(0, Curve("training loss", steps, [e.loss for e in intervals]))
         others.append(Curve("learning rate", steps, rates, _STAIRS))
     panels = [Panel("loss", losses)] if losses else []
-    return panels + [Panel(curve.label, [curve]) for curve in others]
+    return panels, [Panel(curve.label, [curve]) for curve in others]
 
 
 def _pace_panels(summary: Summary) -> list[Panel]:
@@ -170,7 +173,7 @@ def _pace_panels(summary: Summary) -> list[Panel]:
         ends, usual_ms = [summary.first_step, summary.step], max(usual_ms, unfrozen_ms)
         curves.append(Curve("nothing frozen", ends, [unfrozen_ms] * 2, {"linestyle": "--"}))
     # A slow first interval must not press all others flat.
-    return [Panel("wall time, ms", curves, top=2 * usual_ms)]
+    return [Panel("time of an iteration, ms", curves, top=2 * usual_ms)]
 
 
 def _plasticity_panels(summary: Summary) -> list[Panel]:
