@@ -91,7 +91,7 @@ def _settings() -> str:
     """Return the settings by group, from their source."""
     lines = ["# Settings", "", "`egeria.Config` is a frozen dataclass, TOML in and out. These are its groups.", ""]
     lines += ["```python", _EXAMPLE, "```", ""]
-    for group in _classes(SOURCE / "config.py"):
+    for group in (each for each in _classes(SOURCE / "config.py") if each.name.removesuffix("Config") and each.bases):
         name = group.name.removesuffix("Config").lower()
         lines += [
             f"## {name}",
