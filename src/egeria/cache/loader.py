@@ -8,19 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils import data
 
 from egeria import dist, tree
 from egeria.model.passes import Batch
 
 
-class ShardSampler(DistributedSampler[int]):
+class ShardSampler(data.DistributedSampler[int]):
     """Deals the samples out to the processes once, and shuffles each one's part in every epoch.
 
     `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes
@@ -71,13 +65,14 @@ def can_look_ahead(loader: Any) -> bool:
     It has workers, which make batches ahead anyway, and a sampler that draws all random numbers of
     an epoch when it begins: others would draw early, and more in an epoch that is left early.
     """
-    if type(loader) is not DataLoader or not loader.num_workers or loader.persistent_workers:
+    if type(loader) is not data.DataLoader or not loader.num_workers or loader.persistent_workers:
         return False
-    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
-    if type(sampler) is RandomSampler and (sampler.replacement or sampler.generator is not None):
+    if type(loader.batch_sampler) is not data.BatchSampler:
         return False
-    draws_at_once = (SequentialSampler, RandomSampler, DistributedSampler, ShardSampler)
-    return type(loader.batch_sampler) is BatchSampler and type(sampler) in draws_at_once
+    sampler: Any = loader.batch_sampler.sampler
+    if type(sampler) is data.RandomSampler:
+        return not sampler.replacement and sampler.generator is None
+    return type(sampler) in (data.SequentialSampler, data.DistributedSampler, ShardSampler)
 
 
 class LookAhead:
@@ -85,7 +80,7 @@ class LookAhead:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: data.DataLoader[Any],
         expect: Callable[[Batch], None],
         decline: Callable[[str, str], None],
     ) -> None:
