@@ -91,8 +91,8 @@ class EgeriaWarning(UserWarning):
 class Recorder:
     """Appends events to `journal.jsonl` in a directory, and warns the user, each reason once.
 
-    A directory that cannot be written, or a disk that fills up later, raises nothing: there is a
-    warning. A crash loses at most the last line.
+    Where nothing can be written, or no more, it warns and raises nothing. A crash loses at most
+    the last line.
 
     Args:
         directory: where the journal lives; None for none, so that only listeners get events.
@@ -177,8 +177,8 @@ class Recorder:
             action()
         except (OSError, ValueError, TypeError) as error:
             self._close_file()
-            next_step = "Training continues. Give `attach` a writable `directory`."
             failed = f"The journal in {self.directory} cannot be written: {error}"
+            next_step = "Training continues. Give `attach` a writable `directory`."
             self.warn("journal", f"{failed}. {next_step}")
 
     def _close_file(self) -> None:
@@ -189,19 +189,8 @@ class Recorder:
 
 def run_directory(given: str | Path | None) -> Path:
     """Return the directory of a run; without a given one, one that is new."""
-    if given is not None:
-        return Path(given)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-        place = RUNS / f"{name}{suffix}"
-        try:
-            place.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:  # the recorder will say so
-            break
-        return place
-    return RUNS / name
+    moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{os.getpid()}"
+    return RUNS / moment if given is None else Path(given)
 
 
 def _close(file: IO[str]) -> None:

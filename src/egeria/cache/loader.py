@@ -16,7 +16,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from egeria import dist, tree
+from egeria import tree
+from egeria.distributed import ranks
 from egeria.model.batch import Batch
 
 METHOD = "_get_iterator"
@@ -46,8 +47,8 @@ class ShardSampler(DistributedSampler[int]):
     def __init__(
         self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **options: Any
     ) -> None:
-        num_replicas = dist.world_size() if num_replicas is None else num_replicas
-        rank = dist.rank() if rank is None else rank
+        num_replicas = ranks.world_size() if num_replicas is None else num_replicas
+        rank = ranks.rank() if rank is None else rank
         super().__init__(dataset, num_replicas, rank, **options)
         size = len(dataset)
         if self.num_samples <= 0:

@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from egeria.dist import is_initialized, rank, world_size
 from egeria.errors import EgeriaError, brief
-
-__all__ = ["LostError", "RankError", "exchange", "is_initialized", "rank", "together", "world_size"]
 
 T = TypeVar("T")
 
@@ -27,6 +24,21 @@ class RankError(EgeriaError):
 
 class LostError(EgeriaError):
     """The ranks cannot reach each other: what is frozen must stay as it is on all of them."""
+
+
+def is_initialized() -> bool:
+    """Return whether there is a process group, so that a wrapper may come around the model."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def world_size() -> int:
+    """Return the number of processes of the job; 1 where no process group is set up."""
+    return distributed.get_world_size() if is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 where no process group is set up."""
+    return distributed.get_rank() if is_initialized() else 0
 
 
 def exchange(value: Any) -> list[Any]:
@@ -62,9 +74,8 @@ def together(work: Callable[[], T]) -> list[T]:
         answer = pickle.dumps(work())  # here, where a failure still reaches the other ranks
     except Exception as error:
         fault = error
-    answers = exchange((answer, None if fault is None else brief(fault)))
-    faults = [f"rank {index}: {text}" for index, (_, text) in enumerate(answers) if text]
-    if faults:
+    answers = exchange((answer, brief(fault) if fault else ""))
+    if faults := [f"rank {index}: {text}" for index, (_, text) in enumerate(answers) if text]:
         raise RankError("; ".join(faults)) from fault
     return [pickle.loads(found) for found, _ in answers]
 

@@ -46,7 +46,7 @@ class EgeriaCallback(Callback):
     """Watches a training run of Lightning and freezes its front layers as they converge.
 
     What it cannot follow (manual optimization, sharded strategies, callbacks that freeze layers) is
-    declined with one warning, and training goes on untouched; with `fast_dev_run` nothing is done.
+    declined with one warning, and training goes on untouched; `fast_dev_run` is left alone.
 
     Args:
         module: name of the submodule to watch, such as 'backbone'. None takes the only child with
@@ -104,7 +104,7 @@ class EgeriaCallback(Callback):
             if state:
                 self.load_state_dict(state)
         except StateError as error:
-            self._close()
+            self.on_train_end(trainer, pl_module)
             _warn(f"egeria starts from scratch: its state in the checkpoint does not fit: {error}")
             self._begin(trainer, pl_module, begins)
 
@@ -117,13 +117,12 @@ class EgeriaCallback(Callback):
             scale = trainer.accumulate_grad_batches  # by which Lightning has divided the loss
             self.run.step(loss.detach() * scale if isinstance(loss, Tensor) else math.nan)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the model as it was found, after the last scalars and the report were logged."""
-        self._close()
+    def on_train_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Leave the model as it was found, after the last scalars were logged."""
+        if self.run is not None:
+            self.run.close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the model as it was found."""
-        self._close()
+    on_exception = on_train_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: plain values and tensors."""
@@ -154,10 +153,6 @@ class EgeriaCallback(Callback):
             **self._settings,
         )
 
-    def _close(self) -> None:
-        if self.run is not None:
-            self.run.close()
-
 
 def _reason_to_decline(trainer: Any, pl_module: Any, config: Config) -> str:
     """Return why a training cannot be followed; empty where it can."""
@@ -186,7 +181,6 @@ def _kinds(entry: object) -> list[str]:
 
 
 def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """Return the module to watch."""
     if name is not None:
         try:
             return pl_module.get_submodule(name)

@@ -82,7 +82,7 @@ class Batch:
 
         What the loss is divided by stays as it is. A copy, because a model may overwrite its input.
         """
-        args, kwargs = tree.detach(self.arguments)
+        args, kwargs = tree.map_tensors(torch.Tensor.detach, self.arguments)
         of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
         cut = (args, kwargs) if count is None else tree.take_rows((args, kwargs), count)
         args, kwargs = tree.map_tensors(torch.clone, (cut[0], {**cut[1], **of_the_loss}))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from egeria import dist, tree
+from egeria import tree
+from egeria.distributed.ranks import world_size
 from egeria.model.batch import Batch
 from egeria.random_state import Generator, kept_random_state, restoring
 
@@ -79,7 +80,7 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
             if not as_training:
                 vars(module)["_compiled_call_impl"] = None
         with kept_random_state(model), torch.set_grad_enabled(as_training), ExitStack() as alone:
-            if dist.world_size() > 1:
+            if world_size() > 1:
                 alone.enter_context(_Alone())  # type: ignore[no-untyped-call]
             yield
     finally:

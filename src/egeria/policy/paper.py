@@ -257,8 +257,7 @@ RULES: dict[str, ScheduleRule] = {
 # Fragments of the names of schedulers, and of the functions LambdaLR is given, the most specific
 # first, and the rules that they mean.
 _FRAGMENTS = {
-    "warmrestart": "warm_restarts",
-    "hard_restart": "warm_restarts",
+    "restart": "warm_restarts",
     "cyclic": "cyclic",
     "onecycle": "one_cycle",
     "wsd": "warmup_stable_decay",

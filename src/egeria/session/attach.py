@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,14 @@ from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained
 from egeria.policy import Maker, Plan
-from egeria.report.summary import UNKNOWN_START, Summary
+from egeria.report.summary import Summary
 from egeria.report.trackers import find_trackers
 from egeria.session import checks
 from egeria.session.clock import Seconds, read_loss
-from egeria.session.session import Session
+from egeria.session.session import STATE_SCHEMA, Session
 from egeria.session.showing import Showing, in_a_line
 from egeria.session.training import Training
 
-STATE_SCHEMA = 4
 _GO_ON = "Take an earlier checkpoint, or go on without loading it."
 
 
@@ -53,9 +51,9 @@ def attach(
 ) -> Run:
     """Watch a training run and freeze its front layers; `run.close()` undoes everything.
 
-    Nothing about the model, the optimizer or the loader changes until the first layer module
-    freezes. A model that cannot be cut, or a directory that cannot be written, is no error: the run
-    continues without, with a warning.
+    Nothing of the model, the optimizer or the loader changes until the first layer module freezes.
+    A model that cannot be cut, or a directory that cannot be written, is no error: the run goes on
+    without, with a warning.
 
     Args:
         model: the model in training; the loop goes on calling it, or the wrapper that it is in.
@@ -83,16 +81,16 @@ def attach(
     settings = checks.read_config(config, controller, policy, plan)
     loader = checks.unwrap_loader(loader)
     rule_name, rule = checks.choose_rule(settings, scheduler)
-    given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
+    given, inner, optimizers = checks.check_training(model, optimizer, total_steps, directory)
     _check_unwatched(inner)
     checks.check_plan(settings.policy, inner, loader, total_steps)
-    checks.check_directory(directory)
     checks.agree_on_the_run(settings, total_steps)
     leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []
     recorder = Recorder(run_directory(directory) if leads else None, echoes=not leads)
-    started = replace(UNKNOWN_START, config=settings.to_dict(), total_steps=total_steps)
-    showing = Showing(recorder, trackers, started, speaks=leads)
+    pretrained = settings.policy.pretrained
+    if pretrained == "auto":
+        pretrained = is_mostly_trained(find_trained_norms(inner))
     training = Training(
         model=inner,
         given=given,
@@ -104,10 +102,10 @@ def attach(
         rule_name=rule_name,
         total_steps=total_steps,
         recorder=recorder,
-        environment=checks.environment(inner, loader),
         compilation=Compilation() if is_compiled(given) or is_compiled(inner) else None,
-        is_pretrained=_is_pretrained(settings.policy.pretrained, inner),
+        is_pretrained=any(exchange(bool(pretrained))),  # a rank may hold too little to tell
     )
+    showing = Showing(training, trackers, speaks=leads)
     try:
         session = Session(training)
     except BaseException:  # such as a pattern of layer modules that matches nothing
@@ -126,13 +124,12 @@ class Run:
     """
 
     def __init__(self, session: Session, showing: Showing) -> None:
-        self._session, self._showing = session, showing
-        self._recorder = recorder = session.recorder
-        self.directory: Path | None = recorder.directory
+        self._session, self._showing, self._recorder = session, showing, session.recorder
+        self.directory: Path | None = session.recorder.directory
         self._closed = False
         self._last_state: dict[str, Any] | None = None
-        # A run that is dropped without `close` leaves no frozen model and no open file behind.
-        self._finalizer = weakref.finalize(self, _release, session, recorder)
+        # A run that is dropped without `close` leaves no frozen model behind.
+        self._finalizer = weakref.finalize(self, session.close)
 
     @property
     def frozen(self) -> int:
@@ -180,8 +177,8 @@ class Run:
     def on_event(self, callback: Callable[[Event], object]) -> Callable[[], object]:
         """Call `callback` with each event of the journal, until the run is closed.
 
-        Each process calls its own callbacks, with the events that it sees: what concerns the
-        controller and the reference model is seen by the first alone.
+        Of several processes each calls its own; the first alone sees what concerns the controller
+        and the reference model.
 
         Args:
             callback: takes an event of `egeria.events`; one that raises is called no more.
@@ -209,7 +206,7 @@ class Run:
         """
         if self._last_state is not None:
             return self._last_state
-        return {"schema": STATE_SCHEMA, **self._session.state_dict()}
+        return self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; load the model and the optimizer first.
@@ -220,8 +217,7 @@ class Run:
         """
         if self._closed:
             raise StateError("A closed run takes no state. Attach anew, then load.")
-        schema = state.get("schema")
-        if schema != STATE_SCHEMA:
+        if (schema := state.get("schema")) != STATE_SCHEMA:
             raise StateError(
                 f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load it "
                 "with the egeria that wrote it, or load the model and the optimizer alone."
@@ -232,15 +228,15 @@ class Run:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise StateError(f"The run's state is damaged ({brief(error)}). {_GO_ON}") from error
-        step = self._session.clock.step
-        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage))
+        resumed = Resumed(step=self._recorder.step, frozen=self.frozen, stage=self.stage)
+        self._recorder.write(resumed)
 
     def close(self) -> None:
         """End the run and leave the model as it was found; can be called twice."""
         frozen, session = self.frozen, self._session
         if self._last_state is None:
             with suppress(Exception):  # a device that has failed tells no losses
-                self._last_state = {"schema": STATE_SCHEMA, **session.state_dict()}
+                self._last_state = session.state_dict()
         session.close()  # again too, where an interrupt came between
         if self._closed:
             return
@@ -251,8 +247,9 @@ class Run:
         clock = session.clock
         spent = {**clock.overhead(), "controller_cpu_s": clock.controller_cpu_s}
         self._recorder.write(RunClosed(step=clock.step, frozen=frozen, **spent))
-        self._showing.close()
+        self._showing.log()
         self._finalizer()
+        self._recorder.close()
 
     def __enter__(self) -> Run:
         return self
@@ -267,56 +264,42 @@ _OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary(
 
 def _check_unwatched(model: nn.Module) -> None:
     """Raise ConfigError if an open run watches a model, or one that has parameters of it."""
-    own = set(map(id, model.parameters()))
+    own = set(model.parameters())
 
     def others() -> list[str]:  # no runs, which the error would keep
         open_runs = [run for run in _OPEN_RUNS.values() if not run._closed]
         held = [(repr(run), run._session.training.model.parameters()) for run in open_runs]
-        return [name for name, parameters in held if not own.isdisjoint(map(id, parameters))]
+        return [name for name, parameters in held if not own.isdisjoint(parameters)]
 
     if others():
         # one that was dropped in a cycle, such as that of a traceback, is released by this
         gc.collect()
     if found := others():
         raise ConfigError(
-            "attach takes a model that no open run watches, in whole or in part, found one that "
-            f"{found[0]} watches. Call run.close() of that run first, or go on with it. If an "
+            f"attach takes a model that no open run watches, found one that {found[0]} watches, in "
+            "whole or in part. Call run.close() of that run first, or go on with it. If an "
             "interrupted notebook cell left no name for it, run the cell again."
         )
 
 
-def _is_pretrained(given: bool | str, model: nn.Module) -> bool:
-    """Return what the setting says, or the weights; of a sharded one a process may hold too few."""
-    found = is_mostly_trained(find_trained_norms(model)) if given == "auto" else bool(given)
-    return any(exchange(found))
-
-
-def _release(session: Session, recorder: Recorder) -> None:
-    session.close()
-    recorder.close()
-
-
-if TYPE_CHECKING:  # it takes half a second to import
-    from torch.distributed.checkpoint.stateful import Stateful
-
+if TYPE_CHECKING:
     from egeria.controller.inline import Controller
 
 
 class Packed:
     """The state of a run in one piece, since `torch.distributed.checkpoint` loads by known entries.
 
-    All processes load the same. It must be that of the first: save with
-    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions, but not the
-    reference model and what was measured since the last evaluation, which are made again then.
+    All processes load the same, which must be that of the first: save with
+    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. The others do not have the reference model
+    and what was measured since the last evaluation.
     """
 
-    def __init__(self, run: Stateful) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as one entry of bytes."""
-        file = io.BytesIO()
-        torch.save(self._run.state_dict(), file)
+        torch.save(self._run.state_dict(), file := io.BytesIO())
         return {"state": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

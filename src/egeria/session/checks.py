@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from egeria.config import Config, PolicyConfig
@@ -56,7 +52,7 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
 
 
 def check_training(
-    model: Any, optimizer: Any, total_steps: Any
+    model: Any, optimizer: Any, total_steps: Any, directory: Any
 ) -> tuple[nn.Module, nn.Module, list[Optimizer]]:
     """Return the model as it is called, the model without wrappers, and all optimizers."""
     if not isinstance(model, nn.Module):
@@ -66,6 +62,11 @@ def check_training(
     given: nn.Module = _unwrap(model)
     inner = ddp.unwrap(given)
     optimizers = _check_optimizers(inner, optimizer)
+    if not isinstance(directory, (str, os.PathLike, type(None))) or "://" in str(directory):
+        raise ConfigError(
+            f"directory is a folder of this host, found {directory!r}. Give a folder, and copy it "
+            "elsewhere when the run has ended."
+        )
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
         raise ConfigError(
@@ -102,10 +103,10 @@ def _describe(found: Any) -> str:
     return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
 
 
-def unwrap_schedulers(scheduler: Any) -> list[Any]:
-    """Return the user's own schedulers, of which there may be none, without wrappers."""
+def _scheduler_names(scheduler: Any) -> list[str]:
+    """Return the names of classes and functions of the user's schedulers, of which may be none."""
     if isinstance(scheduler, (list, tuple)):
-        return [found for entry in scheduler for found in unwrap_schedulers(entry)]
+        return [name for entry in scheduler for name in _scheduler_names(entry)]
     scheduler = _unwrap(scheduler)
     if scheduler is None:
         return []
@@ -116,7 +117,11 @@ def unwrap_schedulers(scheduler: Any) -> list[Any]:
             f"{_describe(scheduler)}. Pass the one that your loop calls .step() on, a list where "
             "several optimizers have one each, or leave it out."
         )
-    return [scheduler]
+    names = [type(scheduler).__name__]
+    for entry in getattr(scheduler, "lr_lambdas", ()):
+        function = getattr(entry, "func", entry)
+        names.append(getattr(function, "__qualname__", type(function).__name__))
+    return names + _scheduler_names(getattr(scheduler, "_schedulers", None))  # that it chains
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
@@ -145,22 +150,11 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
 def choose_rule(config: Config, scheduler: Any = None) -> tuple[str, UnfreezeRule]:
     """Return the unfreeze rule by name and as an object; check that the policy can be made."""
     find_maker(config)
-    rule, schedulers = config.unfreezing.rule, unwrap_schedulers(scheduler)
+    rule, names = config.unfreezing.rule, _scheduler_names(scheduler)
     if rule == "auto":
-        rule = rule_for_schedule([name for entry in schedulers for name in _names_of(entry)])
+        rule = rule_for_schedule(names)
     name = rule if isinstance(rule, str) else type(rule).__name__
     return name, find_rule(rule, config.unfreezing.drop_factor)
-
-
-def _names_of(scheduler: Any) -> list[str]:
-    """Return the names of a scheduler's class, of what it chains and of its functions."""
-    names = [type(scheduler).__name__]
-    for entry in getattr(scheduler, "lr_lambdas", ()):
-        function = getattr(entry, "func", entry)
-        names.append(getattr(function, "__qualname__", type(function).__name__))
-    for part in getattr(scheduler, "_schedulers", ()):
-        names += _names_of(part)
-    return names
 
 
 def check_plan(
@@ -177,55 +171,23 @@ def check_plan(
         find_plan(settings, ("",) * 3, total_steps, **facts)
 
 
-def check_directory(directory: Any) -> None:
-    """Raise ConfigError where a run's directory is no folder of this host."""
-    if not isinstance(directory, (str, os.PathLike, type(None))) or "://" in str(directory):
-        raise ConfigError(
-            f"directory is a folder of this host, found {directory!r}. Give a folder, and copy it "
-            "elsewhere when the run has ended."
-        )
-
-
 def agree_on_the_run(config: Config, total_steps: int | None) -> None:
     """Raise ConfigError unless all processes of a job have the same settings and steps."""
     if world_size() == 1:
         return
-    # No decision depends on controller and cache. What is another object in each process, and
-    # addresses within objects, differ.
+    # No decision depends on controller and cache. Objects and addresses differ by process.
     settings = {
         name: {key: value for key, value in group.items() if not str(value).startswith("<")}
         for name, group in config.to_dict().items()
         if name not in ("controller", "cache")
     }
     rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
-    apart = [number for number, row in enumerate(rows) if row != rows[0]]
-    if apart:
+    if apart := [number for number, row in enumerate(rows) if row != rows[0]]:
         raise ConfigError(
             "All processes of a job attach with the same total_steps and settings; rank "
             f"{apart[0]} has others than rank 0, total_steps being {[row[0] for row in rows]}. "
             "Give attach those of rank 0 on every rank."
         )
-
-
-def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
-    """Return what the journal says of model, data, machine and versions."""
-    device = next((entry.device.type for entry in model.parameters()), "cpu")
-    data: dict[str, Any] = {}
-    with suppress(Exception):  # loaders and data sets raise various things
-        dataset = loader.dataset
-        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face
-        data["data"] = name if isinstance(name, str) and name else type(dataset).__name__
-        data["num_samples"] = len(dataset)
-    return {
-        "model": type(model).__name__,
-        "num_parameters": sum(e.numel() for e in model.parameters() if not is_lazy(e)),
-        **data,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "steps_per_epoch": length_of(loader),
-    }
 
 
 def length_of(thing: Any) -> int | None:

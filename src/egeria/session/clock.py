@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from egeria.distributed.refuse import has_hooks
 from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
-from egeria.model.hooks import Hook
+from egeria.model.hooks import Hook, remove
 
 # Calls of `run.step` without an optimizer step before a warning, and steps of one optimizer before
 # the watch for another's first step ends.
@@ -34,11 +34,10 @@ Loss: TypeAlias = float | Tensor
 class Steps:
     """Tells which calls of `run.step` follow an optimizer step, and calls back before updates.
 
-    A call without a step in between is a micro-batch, as in gradient accumulation or where
-    `GradScaler` skips a step. Of several optimizers any step counts. An optimizer that is given a
-    closure computes its gradients within its step: the callback then follows the closure.
-    `before` is called with an optimizer's number right before its update, until `stop_calling`.
-    Of an optimizer without hooks, which is declined, no step is seen.
+    A call without a step in between is a micro-batch. Of several optimizers any step counts.
+    `before` is called with an optimizer's number right before its update, until `stop_calling`:
+    behind the closure, if there is one, since that computes the gradients within the step. Of an
+    optimizer without hooks, which is declined, no step is seen.
     """
 
     def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
@@ -57,12 +56,12 @@ class Steps:
     def stop_calling(self) -> None:
         """Call back no more; steps are still counted."""
         self._before = None
-        self._remove("_optimizer_step_pre_hooks")
+        self._remove_hooks("_optimizer_step_pre_hooks")
 
     def close(self) -> None:
         """Remove the hooks."""
         self.stop_calling()
-        self._remove("_optimizer_step_post_hooks")
+        self._remove_hooks("_optimizer_step_post_hooks")
 
     def take(self) -> bool:
         """Return whether an optimizer has stepped since the last call."""
@@ -71,18 +70,15 @@ class Steps:
         return has_stepped
 
     @property
-    def is_late(self) -> bool:
-        """Whether `run.step` has just been called so often without any optimizer step."""
-        return self.num_calls == CHECKED_CALLS and not any(self.num_steps)
-
-    @property
     def calls_missing(self) -> str:
         """What to say at the end where `run.step` was called too rarely; empty where it was not."""
         made, calls = min(self.num_steps), self.num_calls
         if made <= 2 * calls:  # the hooks of an optimizer made of another may fire twice
             return ""
-        found = f"run.step was called {calls} times, but the optimizer made {made} steps"
-        return f"{found}. Call run.step(loss) after each optimizer step"
+        return (
+            f"run.step was called {calls} times, but the optimizer made {made} steps. Call "
+            "run.step(loss) after each optimizer step"
+        )
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, number = self._before, self._optimizers.index(optimizer)
@@ -104,18 +100,15 @@ class Steps:
         found_inf = getattr(optimizer, "found_inf", None)
         # A fused optimizer is stepped on overflow too. To ask a GPU would wait for it, so that it
         # is asked only while the scale is being found.
-        if isinstance(found_inf, torch.Tensor):
-            is_asked = not found_inf.is_cuda or self._before is not None
-            if is_asked and bool(found_inf):
-                return
+        is_asked = isinstance(found_inf, Tensor) and (self._before or not found_inf.is_cuda)
+        if is_asked and bool(found_inf):
+            return
         self.has_stepped = True
         self.num_steps[self._optimizers.index(optimizer)] += 1
 
-    def _remove(self, name: str) -> None:
+    def _remove_hooks(self, name: str) -> None:
         for optimizer in self._optimizers:
-            table = getattr(optimizer, name, {})
-            for key in [key for key, hook in table.items() if getattr(hook, "owner", None) is self]:
-                table.pop(key, None)
+            remove(getattr(optimizer, name, {}), self)
 
 
 class Seconds(NamedTuple):
@@ -204,9 +197,8 @@ class Clock:
 
     def overhead(self, *, is_in_step: bool = False) -> dict[str, float]:
         """Return our overhead so far, that of a call under way too, by fields of the journal."""
-        wall_s, cpu_s = self._overhead
-        if is_in_step:
-            wall_s, cpu_s = self._overhead.plus(Seconds.now().since(self._entered))
+        under_way = Seconds.now().since(self._entered) if is_in_step else Seconds()
+        wall_s, cpu_s = self._overhead.plus(under_way)
         return {"overhead_wall_s": wall_s, "overhead_cpu_s": cpu_s}
 
     def end_interval(self, frozen: int, learning_rate: float) -> IntervalMeasured:
@@ -254,14 +246,6 @@ class Clock:
         self._held = [float(loss) for loss in state["held"]]
 
 
-def combine(own: IntervalMeasured, all_ranks: Sequence[IntervalMeasured]) -> IntervalMeasured:
-    """Return what an interval showed in this process, with the losses of all processes of a job."""
-    losses = [measured.loss for measured in all_ranks if measured.loss is not None]
-    num_bad = sum(measured.num_bad_losses for measured in all_ranks)
-    loss, rate = statistics.fmean(losses) if losses else None, all_ranks[0].learning_rate
-    return replace(own, loss=loss, num_bad_losses=num_bad, learning_rate=rate)
-
-
 def read_loss(loss: Any) -> Loss:
     """Return a loss as a number, or a 0-d tensor on its device; else raise ConfigError."""
     if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
@@ -271,15 +255,12 @@ def read_loss(loss: Any) -> Loss:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         # In single precision: not every device has doubles, and micro-batches are summed up.
         return loss.detach().reshape(()).to(torch.float32, copy=True)
-    try:
-        if isinstance(loss, (Tensor, str)):
-            raise TypeError
-        return float(loss)
-    except TypeError as error:
-        is_tensor = isinstance(loss, Tensor)
-        found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"{loss!r}"
-        what = "run.step takes a loss as a number or a 0-d tensor"
-        raise ConfigError(f"{what}, found {found}. Reduce it, as by loss.mean().") from error
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+    with suppress(TypeError):
+        if not isinstance(loss, (Tensor, str)):
+            return float(loss)
+    what = "run.step takes a loss as a number or a 0-d tensor"
+    raise ConfigError(f"{what}, found {found}. Reduce it, as by loss.mean().")
 
 
 def to_floats(losses: Sequence[Loss]) -> list[float]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 
 from egeria import events
 from egeria.errors import JournalError
-from egeria.journal import Recorder, read_journal
-from egeria.report.summary import Summary
+from egeria.journal import read_journal
+from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.text import duration, plural, printable, progress
 from egeria.report.trackers import Tracker, scalars
+from egeria.session.training import Training
 
 logger = logging.getLogger("egeria")
 LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
@@ -20,19 +22,20 @@ LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, e
 class Showing:
     """Follows the events of a run for its user; of several processes only the first `speaks`."""
 
-    def __init__(
-        self, recorder: Recorder, trackers: list[Tracker], started: events.RunStarted, speaks: bool
-    ) -> None:
-        self._recorder, self._trackers, self._speaks = recorder, trackers, speaks
-        self._started, self._own = started, list[events.Event]()
+    def __init__(self, training: Training, trackers: list[Tracker], *, speaks: bool) -> None:
+        self._recorder, self._trackers, self._speaks = training.recorder, trackers, speaks
+        self._started = replace(  # until the journal has one
+            UNKNOWN_START, config=training.config.to_dict(), total_steps=training.total_steps
+        )
+        self._own = list[events.Event]()
         # What was in the journal before; it counts once a state is loaded.
         self._earlier: tuple[events.Event, ...] = ()
-        if recorder.directory is not None:
+        if self._recorder.directory is not None:
             with suppress(JournalError):  # there is none, or of a newer version
-                self._earlier = read_journal(recorder.directory).events
-        self._is_resumed = self._has_stepped = self._has_news = False
+                self._earlier = read_journal(self._recorder.directory).events
+        self._is_resumed = self._has_news = False
         self._logged_step = -1
-        recorder.listen(self._take_in)
+        self._recorder.listen(self._take_in)
 
     def summary(self) -> Summary:
         """Return where the run stands."""
@@ -41,11 +44,10 @@ class Showing:
         return Summary.from_events(found, directory, step=step, started=self._started)
 
     def end_step(self) -> None:
-        """Log to the trackers what the step brought; at the first one warn of a used directory."""
+        """Log to the trackers what the step brought, and warn of a used directory."""
         if self._has_news:
-            self._log()
-        is_first, self._has_stepped = not self._has_stepped, True
-        if is_first and not self._is_resumed and any(event.step for event in self._earlier):
+            self.log()
+        if not self._is_resumed and any(event.step for event in self._earlier):
             self._recorder.warn(
                 "a used directory",
                 f"egeria: the report shows this run alone: {self._recorder.directory} already "
@@ -53,21 +55,13 @@ class Showing:
                 "the other, call run.load_state_dict before the first step.",
             )
 
-    def close(self) -> None:
-        """Log the last numbers."""
-        if self._logged_step < self._recorder.step:
-            self._log()
-
     def _take_in(self, event: events.Event) -> None:
         if not isinstance(event, events.MetricLogged):  # there may be one for each step
             self._own.append(event)
         self._is_resumed |= isinstance(event, events.Resumed)
         self._has_news |= isinstance(event, LOGGED)
-        if self._speaks:
-            self._say(event)
-
-    def _say(self, event: events.Event) -> None:
-        """Write the line of the plan, a freeze or a thaw to the log."""
+        if not self._speaks:
+            return
         if isinstance(event, events.PlanMade):
             skipped = event.skipped_share
             skips = "" if skipped is None else f", skips {skipped:.0%} of the compute"
@@ -81,9 +75,11 @@ class Showing:
             thawed = f"thawed all frozen layers ({plural(event.frozen_before, 'layer module')})"
             logger.info("step %d: %s: %s", event.step, thawed, event.reason)
 
-    def _log(self) -> None:
-        step = self._logged_step = self._recorder.step
-        self._has_news = False
+    def log(self) -> None:
+        """Log the numbers of this step to the trackers, once."""
+        if (step := self._recorder.step) == self._logged_step:
+            return
+        self._logged_step, self._has_news = step, False
         for tracker in list(self._trackers):
             try:
                 tracker.log(scalars(self.summary()), step)
