@@ -58,10 +58,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and return the results of all, by rank.
-
-    Args:
-        work: what to do. Its result can be pickled.
+    """Do `work` on every rank and return the results of all, which can be pickled, by rank.
 
     Raises:
         RankError: it failed on one of several ranks. A process that is alone raises its own fault.

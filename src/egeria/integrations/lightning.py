@@ -53,10 +53,6 @@ class EgeriaCallback(Callback):
             anything to train, else the LightningModule. The cache and the policy 'egeria' need one
             that `training_step` calls as a whole, not in parts.
         config: as of `egeria.attach`, as are `policy`, `plan`, `directory` and `controller`.
-        policy: the name of a policy, or what makes one.
-        plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2".
-        directory: where the journal and the report go.
-        controller: 'auto', 'process' or 'inline', or a controller of your own.
         log: whether the loggers of the trainer get the scalars of the run, and its report.
 
     Attributes:

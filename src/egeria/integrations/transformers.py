@@ -39,11 +39,9 @@ class EgeriaCallback(TrainerCallback):
 
     Args:
         config: as of `egeria.attach`, as are `policy` and `plan`.
-        policy: the name of a policy, or what makes one.
         directory: where the journal and the report go. None takes `egeria` in the trainer's
             `output_dir`, or with a number (`egeria-2`) where a journal is there already.
         log: whether the entries of `Trainer.log` also have egeria's numbers, for `report_to`.
-        plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2".
 
     Attributes:
         run: the `egeria.Run` while the trainer trains; None before and after.

@@ -113,11 +113,10 @@ def draw_up(
         modules: names of the layer modules, front to back.
         total_steps: optimizer steps of the training; None where that is not known.
         pretrained: whether the weights come from an earlier training.
-        adaptive: whether the optimizers scale each parameter's steps, as Adam does. A step of SGD
-            is as long as its gradient, and a head that fits leaves the body little of that.
-        batch_norm: whether the model has batch normalisation. Its statistics are those of the
-            first training until it trains again, and the last layer module would learn from
-            features that change then (both records 0048 and 0049).
+        adaptive: whether the optimizers scale each parameter's steps, as Adam does. Steps of SGD
+            are as long as gradients, and a head that fits leaves the body small ones (record 0048).
+        batch_norm: whether the model has batch normalisation: once it trains again, its features
+            change under a last layer module that trained alone (record 0049).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
@@ -137,7 +136,6 @@ def draw_up(
 def even_moves(num_modules: int, start: float) -> tuple[Move, ...]:
     """Return moves that freeze one layer module after the other, evenly from `start` on.
 
-    Module `i` of `L`, from 0, freezes at `start + (1 - start) * (i + 1) / (L - 1)`.
     Source: MosaicML Composer, `LayerFreezing`, which counts leaf layers by epochs.
     """
     last = num_modules - 1

@@ -23,10 +23,7 @@ BACKWARD_SHARE = 2 / 3
 
 
 class Applier:
-    """Freezes and thaws for one cut, tells the processes of a job, and journals it.
-
-    `wrapper` is DistributedDataParallel around the model; None where there is none.
-    """
+    """Freezes and thaws for one cut, within DistributedDataParallel, if any; journals it."""
 
     def __init__(self, training: Training, cut: Cut, wrapper: Any) -> None:
         self._training, self.cut = training, cut

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +17,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from egeria import events
 from egeria.config import Config
 from egeria.distributed.ranks import exchange, rank
-from egeria.errors import ConfigError, StateError, brief
-from egeria.events import Event, MetricLogged, Resumed, RunClosed
-from egeria.journal import Recorder, run_directory
+from egeria.errors import ConfigError, JournalError, StateError, brief
+from egeria.journal import Recorder, read_journal, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
 from egeria.model.pretrained import find_trained_norms, is_mostly_trained
 from egeria.policy import Maker, Plan
-from egeria.report.summary import Summary
-from egeria.report.trackers import find_trackers
+from egeria.report.summary import UNKNOWN_START, Summary
+from egeria.report.text import duration, plural, printable, progress
+from egeria.report.trackers import Tracker, find_trackers, scalars
 from egeria.session import checks
 from egeria.session.clock import Seconds, read_loss
 from egeria.session.session import STATE_SCHEMA, Session
-from egeria.session.showing import Showing, in_a_line
 from egeria.session.training import Training
 
+logger = logging.getLogger("egeria")
+LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
+"""Events whose steps are logged to trackers."""
 _GO_ON = "Take an earlier checkpoint, or go on without loading it."
 
 
@@ -168,13 +173,13 @@ class Run:
     def log(self, **metrics: float) -> None:
         """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._recorder.write(MetricLogged(step=self._session.clock.step, values=values))
+        self._recorder.write(events.MetricLogged(step=self._session.clock.step, values=values))
 
     def summary(self) -> Summary:
         """Return where the run stands: steps, stage, what is frozen, time saved and overhead."""
         return self._showing.summary()
 
-    def on_event(self, callback: Callable[[Event], object]) -> Callable[[], object]:
+    def on_event(self, callback: Callable[[events.Event], object]) -> Callable[[], object]:
         """Call `callback` with each event of the journal, until the run is closed.
 
         Of several processes each calls its own; the first alone sees what concerns the controller
@@ -228,7 +233,7 @@ class Run:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise StateError(f"The run's state is damaged ({brief(error)}). {_GO_ON}") from error
-        resumed = Resumed(step=self._recorder.step, frozen=self.frozen, stage=self.stage)
+        resumed = events.Resumed(step=self._recorder.step, frozen=self.frozen, stage=self.stage)
         self._recorder.write(resumed)
 
     def close(self) -> None:
@@ -245,8 +250,14 @@ class Run:
         if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
             self._recorder.decline("watching this training", reason)
         clock = session.clock
-        spent = {**clock.overhead(), "controller_cpu_s": clock.controller_cpu_s}
-        self._recorder.write(RunClosed(step=clock.step, frozen=frozen, **spent))
+        closed = events.RunClosed(
+            step=clock.step,
+            frozen=frozen,
+            overhead_wall_s=clock.overhead.wall_s,
+            overhead_cpu_s=clock.overhead.cpu_s,
+            controller_cpu_s=clock.controller_cpu_s,
+        )
+        self._recorder.write(closed)
         self._showing.log()
         self._finalizer()
         self._recorder.close()
@@ -256,6 +267,89 @@ class Run:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class Showing:
+    """Follows the events of a run for its user; of several processes only the first `speaks`."""
+
+    def __init__(self, training: Training, trackers: list[Tracker], *, speaks: bool) -> None:
+        self._recorder, self._trackers, self._speaks = training.recorder, trackers, speaks
+        self._started = replace(  # until the journal has one
+            UNKNOWN_START, config=training.config.to_dict(), total_steps=training.total_steps
+        )
+        self._own = list[events.Event]()
+        # What was in the journal before; it counts once a state is loaded.
+        self._earlier: tuple[events.Event, ...] = ()
+        if self._recorder.directory is not None:
+            with suppress(JournalError):  # there is none, or of a newer version
+                self._earlier = read_journal(self._recorder.directory).events
+        self._is_resumed = self._has_news = False
+        self._logged_step = -1
+        self._recorder.listen(self._take_in)
+
+    def summary(self) -> Summary:
+        """Return where the run stands."""
+        found = [*(self._earlier if self._is_resumed else ()), *self._own]
+        directory, step = self._recorder.directory, self._recorder.step
+        return Summary.from_events(found, directory, step=step, started=self._started)
+
+    def end_step(self) -> None:
+        """Log to the trackers what the step brought, and warn of a used directory."""
+        if self._has_news:
+            self.log()
+        if not self._is_resumed and any(event.step for event in self._earlier):
+            self._recorder.warn(
+                "a used directory",
+                f"egeria: the report shows this run alone: {self._recorder.directory} already "
+                "holds the journal of another run. Give each a `directory` of its own; to continue "
+                "the other, call run.load_state_dict before the first step.",
+            )
+
+    def _take_in(self, event: events.Event) -> None:
+        if not isinstance(event, events.MetricLogged):  # there may be one for each step
+            self._own.append(event)
+        self._is_resumed |= isinstance(event, events.Resumed)
+        self._has_news |= isinstance(event, LOGGED)
+        if not self._speaks:
+            return
+        if isinstance(event, events.PlanMade):
+            skipped = event.skipped_share
+            skips = "" if skipped is None else f", skips {skipped:.0%} of the compute"
+            plan = f"the plan is {event.plan!r}{skips}" if event.plan else "nothing is frozen"
+            logger.info("%s: %s", plan, event.reason)
+        elif isinstance(event, events.ModuleFrozen):
+            depth = f"{event.frozen} of {len(self.summary().modules)} layer modules"
+            share = f"{100 * event.parameter_share:.0f} % of the trainable parameters"
+            logger.info("step %d: froze %s (%s, %s)", event.step, event.name, depth, share)
+        elif isinstance(event, events.Thawed):
+            thawed = f"thawed all frozen layers ({plural(event.frozen_before, 'layer module')})"
+            logger.info("step %d: %s: %s", event.step, thawed, event.reason)
+
+    def log(self) -> None:
+        """Log the numbers of this step to the trackers, once."""
+        if (step := self._recorder.step) == self._logged_step:
+            return
+        self._logged_step, self._has_news = step, False
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(scalars(self.summary()), step)
+            except Exception as error:  # it gets nothing more
+                self._trackers.remove(tracker)
+                failed = f"{tracker.name} could not be logged to ({type(error).__name__}: {error})"
+                message = f"egeria: {failed}. Nothing more is sent to it; training continues."
+                self._recorder.warn(f"tracker {id(tracker)}", message)
+
+
+def in_a_line(summary: Summary) -> str:
+    """Return where a run stands: step, frozen depth and time saved."""
+    step, saved_s = progress(summary).removesuffix(" steps"), summary.time_saved_s
+    frozen = f"{summary.frozen} of {plural(len(summary.modules), 'layer module')} frozen"
+    if not summary.modules:
+        frozen = "no layer modules" if summary.step else "no layer modules yet"
+    saved = "time saved not known" if saved_s is None else f"{printable(duration(saved_s))} saved"
+    if summary.closed:
+        return f"closed at step {step}, {frozen} at the end, {saved}"
+    return f"step {step}, {frozen}, {saved}"
 
 
 # By the id of the model, which a run keeps alive; closed ones may be among them.

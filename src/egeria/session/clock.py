@@ -149,9 +149,8 @@ class Clock:
         self._losses: list[Loss] = []
         self._held: list[Loss] = []
         self.controller_cpu_s = 0.0  # of a controller process
-        self._overhead = self._entered = Seconds()
-        # When the newest call of `run.step` began, and when it returned.
-        self._left: Seconds | None = None
+        self.overhead = self._entered = Seconds()  # ours so far, and when this `run.step` began
+        self._left: Seconds | None = None  # when the newest call of `run.step` returned
         self._iterations: list[Seconds] = []
         # Iterations of this interval, and the newest of those before, by frozen depth.
         self._earlier: dict[int, list[Seconds]] = {}
@@ -186,40 +185,42 @@ class Clock:
     def leave(self) -> None:
         """Note that `run.step` is about to return."""
         self._left = Seconds.now()
-        self._overhead = self._overhead.plus(self._left.since(self._entered))
+        self.overhead = self.overhead.plus(self._left.since(self._entered))
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
         """Count seconds that were ours within an iteration of the user's, and take them off it."""
         spent = Seconds(wall_s, cpu_s)
-        self._overhead = self._overhead.plus(spent)
+        self.overhead = self.overhead.plus(spent)
         if self._left is not None:
             self._left = self._left.plus(spent)
 
-    def overhead(self, *, is_in_step: bool = False) -> dict[str, float]:
-        """Return our overhead so far, that of a call under way too, by fields of the journal."""
-        under_way = Seconds.now().since(self._entered) if is_in_step else Seconds()
-        wall_s, cpu_s = self._overhead.plus(under_way)
-        return {"overhead_wall_s": wall_s, "overhead_cpu_s": cpu_s}
-
-    def end_interval(self, frozen: int, learning_rate: float) -> IntervalMeasured:
-        """End the interval, at this frozen depth, and return what it showed; the next begins."""
+    def end_interval(
+        self, frozen: int, learning_rate: float, together: Callable[..., list[Any]]
+    ) -> IntervalMeasured:
+        """Begin the next interval; return what this one showed, to all processes."""
         losses, self._losses = to_floats(self._losses), []
-        finite = [value for value in losses if math.isfinite(value)]
         wall_s, cpu_s = self._median(frozen)
         if not frozen:
             self.iteration_s = wall_s
         num_steps, self.began = self.step - self.began, self.step
         self.evaluation += 1
+        finite = [value for value in losses if math.isfinite(value)]
+        own = statistics.fmean(finite) if finite else None, len(losses) - len(finite), learning_rate
+        found = together(lambda: own)
+        means = [mean for mean, _, _ in found if mean is not None]
+        spent = self.overhead.plus(Seconds.now().since(self._entered))
         return IntervalMeasured(
             step=self.step,
             evaluation=self.evaluation,
-            loss=statistics.fmean(finite) if finite else None,
+            loss=statistics.fmean(means) if means else None,
             num_steps=num_steps,
-            num_bad_losses=len(losses) - len(finite),
-            learning_rate=learning_rate,
+            num_bad_losses=sum(num_bad for _, num_bad, _ in found),
+            learning_rate=found[0][2],
             frozen=frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
+            overhead_wall_s=spent.wall_s,
+            overhead_cpu_s=spent.cpu_s,
         )
 
     def _median(self, frozen: int) -> Seconds:

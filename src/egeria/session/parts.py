@@ -124,6 +124,7 @@ def make_parts(
     plan = policies.find_plan(settings, names, training.total_steps, **facts)
     if plan is not None:
         settings = replace(settings, plan=str(plan))
+        plan = replace(plan, reason=engine["plan_reason"]) if engine else plan
     applier = Applier(training, cut, wrapper)
     policy = policies.find_maker(replace(training.config, policy=settings))(
         modules=names,
@@ -139,8 +140,6 @@ def make_parts(
         )
     if engine is not None:
         policy.load_state_dict(engine["policy"])
-        if plan is not None and isinstance(policy, policies.PlanPolicy):
-            plan = replace(policy.plan, modules=names, reason=engine["plan_reason"] or plan.reason)
     return Parts(training, cut, plan, policy, applier, epoch_steps)
 
 

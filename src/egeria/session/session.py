@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -155,7 +154,7 @@ class Session:
             if self.parts is not None:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
-                self._measure(clock.end_interval(0, self._rate()))
+                self._end_interval()
             self._plan_next()  # in here too, where a fault of the policy is caught
         self._plan_next()
 
@@ -172,7 +171,18 @@ class Session:
         ends = clock.step >= clock.ends
         is_asked = self._asked < wants.next_step(self._asked) <= clock.step
         if ends or is_asked:
-            interval = self._end_interval(parts, ends)
+            measured = self._end_interval()
+            self._together(parts.applier.check_unmoved)
+            interval = Interval(
+                step=clock.step,
+                frozen=self.frozen,
+                num_steps=measured.num_steps
+                if ends
+                else 0,  # or it was ended by what was asked for
+                loss=measured.loss,
+                learning_rate=measured.learning_rate,
+                seconds=measured.iteration_wall_s,
+            )
             if is_asked or wants.interval_steps is not None or wants.steps:
                 self._ask(interval)
             if ends and parts.evaluation is not None and self.parts is parts:
@@ -183,46 +193,26 @@ class Session:
             if self._cache is not None and self.frozen != before:
                 parts.move_cache(self._cache, self.clock, self.status.window)
 
-    def _end_interval(self, parts: Parts, ends: bool) -> Interval:
-        """End the interval, which an asked-for step ends early, and return what it showed."""
-        own = self.clock.end_interval(self.frozen, self._rate())
-        of_ranks = self._together(lambda: own)
-        losses = [each.loss for each in of_ranks if each.loss is not None]
-        measured = replace(
-            own,
-            loss=statistics.fmean(losses) if losses else None,
-            num_bad_losses=sum(each.num_bad_losses for each in of_ranks),
-            learning_rate=of_ranks[0].learning_rate,
-        )
-        self._measure(measured)
-        self._together(parts.applier.check_unmoved)
-        return Interval(
-            step=self.clock.step,
-            frozen=self.frozen,
-            num_steps=measured.num_steps if ends else 0,
-            loss=measured.loss,
-            learning_rate=measured.learning_rate,
-            seconds=measured.iteration_wall_s,
-        )
-
-    def _measure(self, measured: IntervalMeasured) -> None:
-        """Journal an interval; what it compiled behind a change of depth is our overhead."""
+    def _end_interval(self) -> IntervalMeasured:
+        """Journal and return what an interval showed; what a new depth compiles is our overhead."""
         clock = self.clock
         if self.training.compilation is not None:
             compiled_s = self.training.compilation.look()
             if self._measured_depth not in (None, self.frozen):
                 clock.spend(compiled_s, compiled_s)
             self._measured_depth = self.frozen
-        devices = accelerators_of(self.training.model)
-        memory_bytes = sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None
-        overhead: dict[str, Any] = clock.overhead(is_in_step=True)
-        self.recorder.write(replace(measured, memory_bytes=memory_bytes, **overhead))
+        measured = clock.end_interval(self.frozen, self._rate(), self._together)
+        if devices := accelerators_of(self.training.model):
+            memory_bytes = sum(map(torch.cuda.max_memory_allocated, devices))
+            measured = replace(measured, memory_bytes=memory_bytes)
+        self.recorder.write(measured)
         if clock.total_steps is not None and clock.step > clock.total_steps:
             self.recorder.decline(
                 "planning beyond the end of the run",
                 f"attach was given total_steps={clock.total_steps}, and the training goes on. "
                 "Pass the steps of the whole run, such as len(loader) * epochs",
             )
+        return measured
 
     def _ask(self, interval: Interval) -> None:
         """Ask the policy, and do what that of the first rank says or refuse it."""

@@ -84,8 +84,8 @@ class Training:
         name, own = state["policy_name"], self.named()
         if name != self.policy_name:
             raise StateError(
-                f"A run goes on under its own policy, {name!r}, found {self.policy_name!r}. Give "
-                f"policy={name!r}, or do not load the state."
+                f"A run goes on under the policy that it began with, {name!r}, found "
+                f"{self.policy_name!r}. Give policy={name!r}, or do not load the state."
             )
         if cut is None:
             return
@@ -150,11 +150,7 @@ class FirstStep:
         sweep(self._training.model, self)
 
     def comes_to(self, number: int, num_calls: int) -> bool:
-        """Note which gradients an optimizer's step has; return whether all have stepped by now.
-
-        Raises:
-            FreezingEndedError: one of the optimizers has made many steps, and another none.
-        """
+        """Note which gradients an optimizer's step has; return whether all have stepped by now."""
         if self.watch.is_empty and not num_calls:
             return False  # `torch.distributed.checkpoint` steps an optimizer to make its state
         self._num_updates[number] += 1
@@ -169,8 +165,7 @@ class FirstStep:
     def cut(self) -> tuple[Cut, int | None]:
         """Return the cut, alike on all ranks, and the optimizer steps of an epoch, None if unknown.
 
-        Raises:
-            FreezingEndedError: nothing can be frozen.
+        Raises FreezingEndedError where nothing can be frozen.
         """
         self.close()
         if torch._C._current_graph_task_id() != -1:
