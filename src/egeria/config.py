@@ -54,7 +54,7 @@ def check(name: str, value: Any, rule: Rule) -> None:
 def require(holds: bool, setting: str, contract: str, found: object) -> None:
     """Raise `ConfigError` unless the contract of the setting holds."""
     if not holds:
-        next_step = "Correct it where the configuration is built or in its TOML file."
+        next_step = "Correct it in the code or the TOML file that sets it."
         raise ConfigError(f"{setting} must be {contract}, found {found!r}. {next_step}")
 
 

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 from typing_extensions import dataclass_transform
 
 SCHEMA_VERSION = 1
+EVENT_TYPES: dict[str, type[Event]] = {}
+"""Every kind of event by its name in the journal."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -25,7 +27,7 @@ class Event:
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
-        dataclass(frozen=True, kw_only=True)(cls)
+        EVENT_TYPES[kind] = dataclass(frozen=True, kw_only=True)(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, the kind of event first."""
@@ -235,11 +237,3 @@ class FaultCaught(Event, kind="fault"):
     where: str
     error: str
     count: int
-
-
-EVENT_TYPES: dict[str, type[Event]] = {
-    entry.kind: entry
-    for entry in list(globals().values())
-    if isinstance(entry, type) and issubclass(entry, Event) and entry is not Event
-}
-"""Every kind of event by its name in the journal."""

@@ -161,7 +161,7 @@ class Recorder:
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        weakref.finalize(self, _close, self._file)  # a run that is never closed must not leak it
+        weakref.finalize(self, self._file.close)  # a run that is never closed must not leak it
         if self._file.tell():  # the last line may be torn; empty ones are passed over
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
@@ -183,17 +183,12 @@ class Recorder:
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        if file is not None:
-            _close(file)
+        with suppress(OSError):  # of a full disk: what it could not write is lost
+            if file is not None:
+                file.close()
 
 
 def run_directory(given: str | Path | None) -> Path:
     """Return the directory of a run; without a given one, one that is new."""
     moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{os.getpid()}"
     return RUNS / moment if given is None else Path(given)
-
-
-def _close(file: IO[str]) -> None:
-    """Close a file whose disk may be full; what it could not write is lost."""
-    with suppress(OSError):
-        file.close()

@@ -32,10 +32,7 @@ _DEEPSPEED = f"DeepSpeed (ZeRO) never trains a parameter that thaws later. {_SHA
 _WRAPPERS = {
     "FullyShardedDataParallel": f"FSDP1 keeps the parameters of a unit in one tensor. {_SHARD}",
     "DeepSpeedEngine": _DEEPSPEED,
-    "DataParallel": (
-        "DataParallel copies the model in every forward pass, and copies cannot be watched. Use "
-        "DistributedDataParallel, with one process for each device"
-    ),
+    "DataParallel": "DataParallel copies the model in every pass. Use DistributedDataParallel",
 }
 
 
@@ -50,8 +47,7 @@ def _refuse_modules(model: nn.Module) -> str | None:
         if hasattr(module, "update_and_allocate"):
             return "`update_and_allocate` of AdaLoRA reads the gradient of every adapter. Use LoRA"
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-            reason = "the backward pass goes through all layers to them, so that it saves nothing"
-            return f"it trains prompts (PEFT prompt learning): {reason}"
+            return "it trains prompts (PEFT): the backward pass goes through all layers to them"
     return None
 
 

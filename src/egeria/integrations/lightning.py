@@ -92,7 +92,8 @@ class EgeriaCallback(Callback):
         if trainer.fast_dev_run:
             return
         if reason := _reason_to_decline(trainer, pl_module, self._config):
-            _warn(f"egeria freezes nothing in this training: {reason}")
+            text = f"egeria freezes nothing in this training: {reason}"
+            warnings.warn(text, EgeriaWarning, stacklevel=2)
             return
         state, begins = self._loaded, trainer.global_step
         self._begin(trainer, pl_module, int(state["first_step"]) if state else begins)
@@ -101,7 +102,8 @@ class EgeriaCallback(Callback):
                 self.load_state_dict(state)
         except StateError as error:
             self.on_train_end(trainer, pl_module)
-            _warn(f"egeria starts from scratch: its state in the checkpoint does not fit: {error}")
+            text = f"egeria starts from scratch: its state in the checkpoint does not fit: {error}"
+            warnings.warn(text, EgeriaWarning, stacklevel=2)
             self._begin(trainer, pl_module, begins)
 
     def on_train_batch_end(
@@ -205,7 +207,3 @@ def _tracker(trainer: Any, logger: Any) -> Tracker:
         logger.log_metrics(dict(values), step=trainer.global_step)
 
     return Tracker(name=_kinds(logger)[0], log=log)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, EgeriaWarning, stacklevel=3)

@@ -370,8 +370,8 @@ def _check_unwatched(model: nn.Module) -> None:
         gc.collect()
     if found := others():
         raise ConfigError(
-            f"attach takes a model that no open run watches, found one that {found[0]} watches, in "
-            "whole or in part. Call run.close() of that run first, or go on with it. If an "
+            "attach takes a model that no open run watches, in whole or in part, found one that "
+            f"{found[0]} watches. Call run.close() of that run first, or go on with it. If an "
             "interrupted notebook cell left no name for it, run the cell again."
         )
 

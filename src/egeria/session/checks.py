@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from egeria.config import Config, PolicyConfig
+from egeria.config import Config, PolicyConfig, check, count, optional
 from egeria.distributed import ddp
 from egeria.distributed.ranks import together, world_size
 from egeria.distributed.refuse import reason_to_decline
@@ -67,12 +67,7 @@ def check_training(
             f"directory is a folder of this host, found {directory!r}. Give a folder, and copy it "
             "elsewhere when the run has ended."
         )
-    is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
-    if total_steps is not None and not (is_whole and total_steps > 0):
-        raise ConfigError(
-            "total_steps is the optimizer steps of the whole run, a whole number above 0, found "
-            f"{total_steps!r}. Pass len(loader) * epochs, or leave it out."
-        )
+    check("total_steps", total_steps, optional(count()))
     return given, inner, optimizers
 
 

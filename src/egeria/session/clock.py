@@ -28,6 +28,7 @@ NO_STEPS = (
 FEWEST = 7  # iterations that a median is taken of, where there are so many at a depth
 # Of a run under a policy that asks for no intervals: their number, or their length.
 INTERVALS, INTERVAL_STEPS = 100, 100
+_SAVED = ("step", "evaluation", "began", "interval_steps", "iteration_s")
 Loss: TypeAlias = float | Tensor
 
 
@@ -234,26 +235,22 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data."""
-        names = ("step", "evaluation", "began", "interval_steps", "iteration_s")
-        state: dict[str, Any] = {name: getattr(self, name) for name in names}
+        state: dict[str, Any] = {name: getattr(self, name) for name in _SAVED}
         return {**state, "losses": to_floats(self._losses), "held": to_floats(self._held)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        for name in ("step", "evaluation", "began", "interval_steps"):
-            setattr(self, name, int(state[name]))
-        self.iteration_s = float(state["iteration_s"])
+        for name in _SAVED:
+            setattr(self, name, type(getattr(self, name))(state[name]))
         self._losses = [float(loss) for loss in state["losses"]]
         self._held = [float(loss) for loss in state["held"]]
 
 
 def read_loss(loss: Any) -> Loss:
     """Return a loss as a number, or a 0-d tensor on its device; else raise ConfigError."""
-    if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
-        number: Any = loss.tolist()
-        if type(number) is float:
-            return number
     if isinstance(loss, Tensor) and loss.numel() == 1:
+        if type(loss) is Tensor and loss.is_cpu:
+            return float(loss.detach())
         # In single precision: not every device has doubles, and micro-batches are summed up.
         return loss.detach().reshape(()).to(torch.float32, copy=True)
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"

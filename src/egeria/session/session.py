@@ -176,9 +176,7 @@ class Session:
             interval = Interval(
                 step=clock.step,
                 frozen=self.frozen,
-                num_steps=measured.num_steps
-                if ends
-                else 0,  # or it was ended by what was asked for
+                num_steps=measured.num_steps if ends else 0,
                 loss=measured.loss,
                 learning_rate=measured.learning_rate,
                 seconds=measured.iteration_wall_s,
@@ -274,9 +272,9 @@ class Session:
                 late = "it came late: the layer module is no longer monitored, or not now"
                 evaluation.drop(reading.evaluation, reading.module, late)
                 continue
-            now = {"step": self.clock.step, "frozen": self.frozen}
-            rate = self._together(self._rate)[0]
-            self._ask(Interval(**now, learning_rate=rate, readings=(reading,)))
+            rate, step = self._together(self._rate)[0], self.clock.step
+            now = Interval(step=step, frozen=self.frozen, learning_rate=rate, readings=(reading,))
+            self._ask(now)
 
     # --- resuming --------------------------------------------------------------------------------
 
