@@ -26,13 +26,9 @@ JOINED = (
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile and DistributedDataParallel."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    is_wrapper = isinstance(model, DistributedDataParallel)
+    inner: Any = model.module if is_wrapper else getattr(model, "_orig_mod", None)
+    return model if inner is None else unwrap(inner)
 
 
 def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:

@@ -57,14 +57,10 @@ def _refuse_parameters(parameters: list[nn.Parameter]) -> str | None:
     if any(hasattr(entry, "ds_id") for entry in parameters):
         return _DEEPSPEED
     hooks = [h for p in parameters for h in (p._post_accumulate_grad_hooks or {}).values()]
+    codes = [getattr(getattr(h, "func", h), "__code__", None) for h in hooks]  # `func` of partials
+    calls_step = any("step" in getattr(code, "co_names", ()) for code in codes)
     is_stepped = any(hasattr(entry, "_in_backward_optimizers") for entry in parameters)
-    return IN_BACKWARD if is_stepped or any(map(_calls_step, hooks)) else None
-
-
-def _calls_step(hook: Any) -> bool:
-    """Return whether a hook on a parameter looks like an optimizer in the backward pass."""
-    function = getattr(hook, "func", hook)  # of functools.partial
-    return "step" in getattr(getattr(function, "__code__", None), "co_names", ())
+    return IN_BACKWARD if is_stepped or calls_step else None
 
 
 def has_hooks(optimizer: Any) -> bool:

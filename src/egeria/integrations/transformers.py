@@ -8,6 +8,7 @@ callback is followed until its loop ends.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -202,11 +203,9 @@ def _save(run: egeria.Run, path: Path) -> None:
 
 def _unused(directory: Path) -> Path:
     """Return the directory, or one with a number where it has a journal."""
-    number, place = 1, directory
-    while (place / FILE_NAME).exists():
-        number += 1
-        place = directory.with_name(f"{directory.name}-{number}")
-    return place
+    numbered = (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2))
+    places = itertools.chain([directory], numbered)
+    return next(place for place in places if not (place / FILE_NAME).exists())
 
 
 def _wrap_loop() -> None:

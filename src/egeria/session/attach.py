@@ -35,8 +35,11 @@ from egeria.session.session import STATE_SCHEMA, Session
 from egeria.session.training import Training
 
 logger = logging.getLogger("egeria")
+# Events whose steps are logged to trackers.
 LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
-"""Events whose steps are logged to trackers."""
+if TYPE_CHECKING:
+    from egeria.controller.inline import Controller
+
 _GO_ON = "Take an earlier checkpoint, or go on without loading it."
 
 
@@ -374,10 +377,6 @@ def _check_unwatched(model: nn.Module) -> None:
             f"{found[0]} watches. Call run.close() of that run first, or go on with it. If an "
             "interrupted notebook cell left no name for it, run the cell again."
         )
-
-
-if TYPE_CHECKING:
-    from egeria.controller.inline import Controller
 
 
 class Packed:

@@ -120,21 +120,16 @@ def _scheduler_names(scheduler: Any) -> list[str]:
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers as a list, without the wrappers of frameworks.
-
-    A model that is declined may be trained in other tensors than its parameters, as by ZeRO: that
-    is no error.
-    """
+    """Return the optimizers as a list, without the wrappers of frameworks."""
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [_unwrap(entry) for entry in given]
     for entry in optimizers:
         if not hasattr(entry, "param_groups"):
             what = "attach takes a torch optimizer, or a list of them"
             raise ConfigError(f"{what}, found {type(entry).__name__}. Pass what your loop steps.")
-    known = set(map(id, model.parameters()))
-    groups = [group for entry in optimizers for group in entry.param_groups]
-    holds_none = not any(id(entry) in known for group in groups for entry in group["params"])
-    if holds_none and reason_to_decline(model, optimizers) is None:
+    held = {p for entry in optimizers for group in entry.param_groups for p in group["params"]}
+    # One that is declined may be trained in tensors that are no parameters of it, as by ZeRO.
+    if held.isdisjoint(model.parameters()) and reason_to_decline(model, optimizers) is None:
         raise ConfigError(
             "attach takes an optimizer of the model's parameters, found one that holds none of "
             "them. Build it from model.parameters(), after moving the model to its device."
@@ -170,12 +165,8 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
     """Raise ConfigError unless all processes of a job have the same settings and steps."""
     if world_size() == 1:
         return
-    # No decision depends on controller and cache. Objects and addresses differ by process.
-    settings = {
-        name: {key: value for key, value in group.items() if not str(value).startswith("<")}
-        for name, group in config.to_dict().items()
-        if name not in ("controller", "cache")
-    }
+    # No decision depends on controller and cache. Addresses of objects differ by process.
+    settings = {**config.to_dict(), "controller": None, "cache": None}
     rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
     if apart := [number for number, row in enumerate(rows) if row != rows[0]]:
         raise ConfigError(
