@@ -58,7 +58,7 @@ def refuse(wrapper: DistributedDataParallel | None) -> str | None:
         f"mixed_precision reduces a second copy, as autocast does not. {_DDP}": is_mixed,
         f"delay_all_reduce_named_params reduces views that are made once. {_DDP}": is_delayed,
         f"'python_reducer' reduces by hooks that are made once. {_DDP}": held._use_python_reducer,
-        "the optimizer steps in a communication hook. Call it in the loop": is_stepping,
+        "the optimizer steps within the backward pass, in a hook. Call it in the loop": is_stepping,
         "a built-in communication hook cannot be registered again. Use register_comm_hook with its "
         "twin of torch.distributed.algorithms.ddp_comm_hooks.default_hooks": is_built_in,
         "the wrapper is over some processes of the job only. Build it over all": is_partial,

@@ -116,14 +116,9 @@ class EgeriaCallback(TrainerCallback):
         # A trial of a search has a folder of its own.
         output = Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None)))
         folder = output / DIRECTORY if self._directory is None else Path(self._directory)
-        attach = functools.partial(
-            egeria.attach,
-            trainer.model_wrapped,
-            trainer.optimizer,
-            trainer.callback_handler.train_dataloader,
-            scheduler=trainer.lr_scheduler,
-            config=self._config,
-        )
+        given = trainer.model_wrapped, trainer.optimizer, trainer.callback_handler.train_dataloader
+        settings = {"scheduler": trainer.lr_scheduler, "config": self._config}
+        attach = functools.partial(egeria.attach, *given, **settings)
         if saved is not None:
             place = folder.with_name(saved["journal"])
             self.run = attach(total_steps=state.max_steps, directory=place)
@@ -132,7 +127,7 @@ class EgeriaCallback(TrainerCallback):
                 return
             except egeria.StateError as error:
                 self._close()
-                reason = f"the state in the checkpoint does not fit ({error}); it begins anew"
+                reason = f"the checkpoint's state does not fit ({error}); it begins anew from here"
                 self._notes.decline("resuming", reason)
         # Without its own state a run knows of the steps to come only.
         steps = max(1, state.max_steps - state.global_step)
@@ -146,7 +141,7 @@ class EgeriaCallback(TrainerCallback):
         try:
             together(lambda: read.append(torch.load(path, map_location="cpu", weights_only=True)))
         except Exception as error:  # a damaged file may raise anything
-            reason = f"{path} cannot be read ({brief(error)}); it begins anew"
+            reason = f"{path} cannot be read ({brief(error)}); it begins anew from here"
             self._notes.decline("resuming", reason)
             return None
         return read[0]

@@ -1,4 +1,4 @@
-"""The public face: `attach` makes the parts of a run; `Run` is what the user holds."""
+"""The public face: `attach`, the `Run` that it returns, and what a run shows of itself."""
 
 from __future__ import annotations
 
@@ -200,7 +200,17 @@ class Run:
         return self._recorder.listen(callback)
 
     def __repr__(self) -> str:
-        return f"<egeria.Run: {in_a_line(self.summary())}>"
+        summary = self.summary()
+        step, saved_s = progress(summary).removesuffix(" steps"), summary.time_saved_s
+        frozen = f"{summary.frozen} of {plural(len(summary.modules), 'layer module')} frozen"
+        if not summary.modules:
+            frozen = "no layer modules" if summary.step else "no layer modules yet"
+        saved = "time saved not known"
+        if saved_s is not None:
+            saved = f"{printable(duration(saved_s))} saved"
+        if summary.closed:
+            return f"<egeria.Run: closed at step {step}, {frozen} at the end, {saved}>"
+        return f"<egeria.Run: step {step}, {frozen}, {saved}>"
 
     @property
     def packed(self) -> Packed:
@@ -210,7 +220,7 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to continue as if the run had never stopped.
 
-        Plain values and tensors. Of a closed run it is the state before it was closed.
+        Of a closed run it is the state before it was closed.
         """
         if self._last_state is not None:
             return self._last_state
@@ -277,9 +287,8 @@ class Showing:
 
     def __init__(self, training: Training, trackers: list[Tracker], *, speaks: bool) -> None:
         self._recorder, self._trackers, self._speaks = training.recorder, trackers, speaks
-        self._started = replace(  # until the journal has one
-            UNKNOWN_START, config=training.config.to_dict(), total_steps=training.total_steps
-        )
+        config, total_steps = training.config.to_dict(), training.total_steps
+        self._started = replace(UNKNOWN_START, config=config, total_steps=total_steps)
         self._own = list[events.Event]()
         # What was in the journal before; it counts once a state is loaded.
         self._earlier: tuple[events.Event, ...] = ()
@@ -343,18 +352,6 @@ class Showing:
                 self._recorder.warn(f"tracker {id(tracker)}", message)
 
 
-def in_a_line(summary: Summary) -> str:
-    """Return where a run stands: step, frozen depth and time saved."""
-    step, saved_s = progress(summary).removesuffix(" steps"), summary.time_saved_s
-    frozen = f"{summary.frozen} of {plural(len(summary.modules), 'layer module')} frozen"
-    if not summary.modules:
-        frozen = "no layer modules" if summary.step else "no layer modules yet"
-    saved = "time saved not known" if saved_s is None else f"{printable(duration(saved_s))} saved"
-    if summary.closed:
-        return f"closed at step {step}, {frozen} at the end, {saved}"
-    return f"step {step}, {frozen}, {saved}"
-
-
 # By the id of the model, which a run keeps alive; closed ones may be among them.
 _OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
 
@@ -369,8 +366,7 @@ def _check_unwatched(model: nn.Module) -> None:
         return [name for name, parameters in held if not own.isdisjoint(parameters)]
 
     if others():
-        # one that was dropped in a cycle, such as that of a traceback, is released by this
-        gc.collect()
+        gc.collect()  # releases one that was dropped in a cycle, such as that of a traceback
     if found := others():
         raise ConfigError(
             "attach takes a model that no open run watches, in whole or in part, found one that "
