@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,11 +94,10 @@ POSITIVE = number(lambda value: value > 0, "a finite number above 0")
 
 def regular_expression(value: Any) -> str:
     """Rule for a text that compiles."""
-    contract = "a valid regular expression"
-    try:
-        return "" if isinstance(value, str) and re.compile(value) else contract
-    except (re.error, OverflowError, RecursionError):
-        return contract
+    with suppress(re.error, OverflowError, RecursionError):
+        if isinstance(value, str) and re.compile(value):
+            return ""
+    return "a valid regular expression"
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:

@@ -98,8 +98,7 @@ class IntervalMeasured(Event, kind="interval"):
     """What egeria itself cost in this process so far, as in `RunClosed`."""
     overhead_cpu_s: float = 0.0
     memory_bytes: int | None = None
-    """Most CUDA memory allocated since the depth last changed, which resets the peak that
-    `torch.cuda.max_memory_allocated` tells; None on the CPU."""
+    """Most CUDA memory since the depth last changed, which resets torch's peak; None on the CPU."""
 
 
 class PlasticityRead(Event, kind="plasticity"):

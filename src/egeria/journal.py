@@ -190,5 +190,5 @@ class Recorder:
 
 def run_directory(given: str | Path | None) -> Path:
     """Return the directory of a run; without a given one, one that is new."""
-    moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{os.getpid()}"
-    return RUNS / moment if given is None else Path(given)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.time_ns() % 10**9:09}"
+    return RUNS / name if given is None else Path(given)

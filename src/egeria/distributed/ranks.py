@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -83,13 +84,12 @@ _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def _cpu_group() -> Any:
     """Return a process group of all ranks for values on the CPU; all ranks make it together."""
-    world = distributed.group.WORLD
+    world: Any = distributed.group.WORLD
     if "cpu:" in distributed.get_backend_config(world):
         return world
     if world not in _made:
-        try:
-            timeout = world._get_backend(torch.device("cuda")).options._timeout  # type: ignore[union-attr]
-        except (RuntimeError, AttributeError):
-            timeout = None  # the default of gloo
+        timeout = None  # the default of gloo
+        with suppress(RuntimeError, AttributeError):
+            timeout = world._get_backend(torch.device("cuda")).options._timeout
         _made[world] = distributed.new_group(backend="gloo", timeout=timeout)
     return _made[world]

@@ -32,7 +32,7 @@ _DEEPSPEED = f"DeepSpeed (ZeRO) never trains a parameter that thaws later. {_SHA
 _WRAPPERS = {
     "FullyShardedDataParallel": f"FSDP1 keeps the parameters of a unit in one tensor. {_SHARD}",
     "DeepSpeedEngine": _DEEPSPEED,
-    "DataParallel": "DataParallel copies the model in every pass. Use DistributedDataParallel",
+    "DataParallel": "DataParallel copies the model. Use DDP, with one process for each device",
 }
 
 
@@ -47,7 +47,7 @@ def _refuse_modules(model: nn.Module) -> str | None:
         if hasattr(module, "update_and_allocate"):
             return "`update_and_allocate` of AdaLoRA reads the gradient of every adapter. Use LoRA"
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-            return "it trains prompts (PEFT): the backward pass goes through all layers to them"
+            return "prompts (PEFT) need the whole backward pass, so that freezing saves nothing"
     return None
 
 

@@ -70,7 +70,7 @@ class EgeriaCallback(Callback):
         controller: str | Controller | None = None,
         log: bool = True,
     ) -> None:
-        if not isinstance(module, (str, type(None))):
+        if not isinstance(module, str | None):
             found = type(module).__name__
             raise ConfigError(f"module takes the name of a submodule, found {found}. Pass that.")
         self.run: Run | None = None
@@ -142,8 +142,7 @@ class EgeriaCallback(Callback):
         self.run = session.attach(
             _find_watched(pl_module, self._name),
             trainer.optimizers,
-            # Of several none is the whole input.
-            None if isinstance(loader, (Mapping, Sequence)) else loader,
+            None if isinstance(loader, (Mapping, Sequence)) else loader,  # several: none is all
             scheduler=[entry.scheduler for entry in trainer.lr_scheduler_configs],
             total_steps=None if steps is None else steps - first_step,
             config=self._config,

@@ -153,7 +153,7 @@ class Clock:
         self.overhead = self._entered = Seconds()  # ours so far, and when this `run.step` began
         self._left: Seconds | None = None  # when the newest call of `run.step` returned
         self._iterations: list[Seconds] = []
-        # Iterations of this interval, and the newest of those before, by frozen depth.
+        # Of earlier intervals the newest iterations, by frozen depth.
         self._earlier: dict[int, list[Seconds]] = {}
 
     @property

@@ -181,10 +181,7 @@ def environment(training: Training) -> dict[str, Any]:
 
 
 def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cache | None:
-    """Return what skips the frozen forward pass of a run; None where nothing does.
-
-    All processes of a job call this.
-    """
+    """Return what skips the frozen forward pass, in all processes; None where nothing does."""
     config, policy_name = training.config.cache, training.config.policy.name
     directory = exchange(training.recorder.directory)[0]  # only the first process knows it
     # Only a plan tells how long a front stays frozen.

@@ -163,7 +163,7 @@ class FirstStep:
         return all(self._num_updates) and bool(self._seen)
 
     def cut(self) -> tuple[Cut, int | None]:
-        """Return the cut, alike on all ranks, and the optimizer steps of an epoch, None if unknown.
+        """Return the cut, alike on all ranks, and the steps of an epoch, None where not known.
 
         Raises FreezingEndedError where nothing can be frozen.
         """
