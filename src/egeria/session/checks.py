@@ -116,7 +116,8 @@ def _scheduler_names(scheduler: Any) -> list[str]:
     for entry in getattr(scheduler, "lr_lambdas", ()):
         function = getattr(entry, "func", entry)
         names.append(getattr(function, "__qualname__", type(function).__name__))
-    return names + _scheduler_names(getattr(scheduler, "_schedulers", None))  # that it chains
+    chained = getattr(scheduler, "_schedulers", None)
+    return names + _scheduler_names(chained if isinstance(chained, (list, tuple)) else None)
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
