@@ -75,7 +75,7 @@ def test_a_value_outside_its_contract_is_refused_with_contract_value_and_next_st
                 Config.from_dict({group: {name: value}})
             message = str(refusal.value)
             assert message.startswith(f"{setting} must be {contract}") and f"found {value!r}." in message
-            assert message.endswith("Correct it where the configuration is built or in its TOML file.")
+            assert message.endswith("Correct it in the code or the TOML file that sets it.")
 
 
 def test_unknown_groups_and_fields_are_refused_beside_the_known_ones():

@@ -63,7 +63,7 @@ def train(run, model, optimizer, count, *, call=None, loss=None):
         ({"model": len}, r"torch\.nn\.Module.*found builtin_function"),
         ({"optimizer": 0.1}, "takes a torch optimizer.*found float"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "holds none of them"),
-        ({"total_steps": 2.5}, "whole number above 0"),
+        ({"total_steps": 2.5}, "whole number of at least 1"),
         ({"config": {"freezing": {"windw": 3}}}, "windw"),
         ({"config": {"unfreezing": {"rule": "cosin"}}}, "cosin"),
         ({"config": 17}, "dictionary or the path of a TOML file, found int"),

@@ -7,11 +7,13 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
+from typing_extensions import dataclass_transform
 
 from egeria.errors import ConfigError
 from egeria.moves import PLAN_TEXT, wrong_plan
@@ -26,10 +28,12 @@ Rule = Callable[[Any], str]
 Value = TypeVar("Value")
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 class SettingsGroup:
-    """The fields of a group, each made by `setting`, are checked when it is built."""
+    """Makes a dataclass of each group; its fields, made by `setting`, are checked when built."""
 
-    __slots__ = ()
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         group = type(self).__name__.removesuffix("Config").lower()
@@ -51,7 +55,7 @@ def check(name: str, value: Any, rule: Rule) -> None:
 def require(holds: bool, setting: str, contract: str, found: object) -> None:
     """Raise `ConfigError` unless the contract of the setting holds."""
     if not holds:
-        next_step = "Correct it where the configuration is built or in its TOML file."
+        next_step = "Correct it in the code or the TOML file that sets it."
         raise ConfigError(f"{setting} must be {contract}, found {found!r}. {next_step}")
 
 
@@ -90,11 +94,10 @@ POSITIVE = number(lambda value: value > 0, "a finite number above 0")
 
 def regular_expression(value: Any) -> str:
     """Rule for a text that compiles."""
-    contract = "a valid regular expression"
-    try:
-        return "" if isinstance(value, str) and re.compile(value) else contract
-    except (re.error, OverflowError, RecursionError):
-        return contract
+    with suppress(re.error, OverflowError, RecursionError):
+        if isinstance(value, str) and re.compile(value):
+            return ""
+    return "a valid regular expression"
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -109,7 +112,6 @@ _BELOW_1 = number(lambda x: 0 <= x < 1, "a number from 0 to below 1")
 _ABOVE_1 = number(lambda x: x > 1, "a finite number above 1")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig(SettingsGroup):
     """Who decides what is frozen, and the settings of each policy."""
 
@@ -128,15 +130,13 @@ class PolicyConfig(SettingsGroup):
 
     def __post_init__(self) -> None:
         SettingsGroup.__post_init__(self)
-        text, name = PLAN_TEXT, self.name
-        contract = f"{text} where policy.name is 'static'"
-        require(self.plan is not None or name != "static", "policy.plan", contract, None)
-        is_followed = self.plan is None or name not in ("egeria", "none")
-        contract = f"None where policy.name is {name!r}"
-        require(is_followed, "policy.plan", contract, self.plan)
+        where = f"where policy.name is {self.name!r}"
+        is_there = self.plan is not None or self.name != "static"
+        require(is_there, "policy.plan", f"{PLAN_TEXT} {where}", None)
+        is_followed = self.plan is None or self.name not in ("egeria", "none")
+        require(is_followed, "policy.plan", f"None {where}", self.plan)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModulesConfig(SettingsGroup):
     """How the model is cut into layer modules (paper §4.2.1, §6.3)."""
 
@@ -149,7 +149,6 @@ class ModulesConfig(SettingsGroup):
     (Figure 11's seven); for a pretrained model 0.1, with a lookup table as a module of its own."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BootstrappingConfig(SettingsGroup):
     """When the critical period ends (paper §3)."""
 
@@ -157,7 +156,6 @@ class BootstrappingConfig(SettingsGroup):
     """Change of the mean loss between two intervals below which the stage ends. Paper: 10 %."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlasticityConfig(SettingsGroup):
     """How and how often a layer module is judged (paper eq. 1 and 2, §4.2.2)."""
 
@@ -171,7 +169,6 @@ class PlasticityConfig(SettingsGroup):
     largest_map = 16  # pixels; larger feature maps are average-pooled before they are compared
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig(SettingsGroup):
     """The snapshot that activations are compared with (paper §4.1.3)."""
 
@@ -182,7 +179,6 @@ class ReferenceConfig(SettingsGroup):
     """Where it runs: 'cpu', 'cuda' (the model's own GPU), or 'auto': the CPU if a core is spare."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerConfig(SettingsGroup):
     """Who evaluates, and what it may cost (paper §4.1.2)."""
 
@@ -196,7 +192,6 @@ class ControllerConfig(SettingsGroup):
     """Seconds without an answer after which the process is given up."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FreezingConfig(SettingsGroup):
     """When a layer module has converged (paper algorithm 1)."""
 
@@ -206,7 +201,6 @@ class FreezingConfig(SettingsGroup):
     """Slopes of a module that count as early. Paper: 3."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class UnfreezingConfig(SettingsGroup):
     """When everything thaws (paper §4.2.2)."""
 
@@ -217,14 +211,13 @@ class UnfreezingConfig(SettingsGroup):
     minimum_window = 2  # `W` is halved at each thaw, never under this
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig(SettingsGroup):
     """Skipping the frozen forward pass (paper §4.3)."""
 
     enabled: bool | str = setting("auto", FLAG_OR_AUTO)
-    """What the frozen front gives is stored and the front skipped: 'auto' in memory, where a plan
-    keeps it frozen for over an epoch; true in a file, under every policy; false never. With
-    `directory` set 'auto' takes a file too. Where inputs never come again it ends."""
+    """Stores what the frozen front gives and skips it: 'auto' in memory, where a plan keeps it
+    frozen for over an epoch, or in a file if `directory` is set; true in a file, under every
+    policy; false never. It ends where inputs never come again."""
     memory_share: float = setting(0.25, SHARE)
     """'auto': share of a host's memory free at a freeze that may be used. Our choice."""
     directory: str | None = setting(None, optional(NAME))

@@ -10,25 +10,30 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import dataclass_transform
+
 SCHEMA_VERSION = 1
+EVENT_TYPES: dict[str, type[Event]] = {}
+"""Every kind of event by its name in the journal."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """What all events share."""
 
     kind: ClassVar[str] = ""
     step: int
 
-    def __init_subclass__(cls, kind: str = "") -> None:
-        cls.kind = kind or cls.kind  # `slots=True` makes the class again, without the keyword
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        EVENT_TYPES[kind] = dataclass(frozen=True, kw_only=True)(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, the kind of event first."""
         return {"event": self.kind, **dataclasses.asdict(self)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted(Event, kind="run_started"):
     """The model was cut, right before its first update; everything a report needs to know of it."""
 
@@ -44,7 +49,6 @@ class RunStarted(Event, kind="run_started"):
     environment: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanMade(Event, kind="plan"):
     """How many layer modules are to be frozen from when on."""
 
@@ -55,14 +59,12 @@ class PlanMade(Event, kind="plan"):
     """Share of the training's compute that it skips; None where operations cannot be counted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLogged(Event, kind="metric"):
     """Numbers the user logged, such as the validation accuracy."""
 
     values: dict[str, float]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed(Event, kind="resumed"):
     """The run was resumed from a saved state."""
 
@@ -70,7 +72,6 @@ class Resumed(Event, kind="resumed"):
     stage: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunClosed(Event, kind="run_closed"):
     """The run ended; what egeria itself cost in all."""
 
@@ -80,7 +81,6 @@ class RunClosed(Event, kind="run_closed"):
     controller_cpu_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalMeasured(Event, kind="interval"):
     """One interval of `n` steps: the mean loss, the learning rate and the time of an iteration."""
 
@@ -98,11 +98,9 @@ class IntervalMeasured(Event, kind="interval"):
     """What egeria itself cost in this process so far, as in `RunClosed`."""
     overhead_cpu_s: float = 0.0
     memory_bytes: int | None = None
-    """Most CUDA memory allocated since the depth last changed, which resets the peak that
-    `torch.cuda.max_memory_allocated` tells; None on the CPU."""
+    """Most CUDA memory since the depth last changed, which resets torch's peak; None on the CPU."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlasticityRead(Event, kind="plasticity"):
     """One reading of the frontmost active module, and what the policy concluded from it."""
 
@@ -120,7 +118,6 @@ class PlasticityRead(Event, kind="plasticity"):
     controller_cpu_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingDropped(Event, kind="reading_dropped"):
     """An evaluation gave no usable reading; the policy never saw it."""
 
@@ -129,7 +126,6 @@ class ReadingDropped(Event, kind="reading_dropped"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChanged(Event, kind="interval_changed"):
     """Intervals have another length from here on, by what evaluations cost or who decides."""
 
@@ -138,7 +134,6 @@ class IntervalChanged(Event, kind="interval_changed"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StageChanged(Event, kind="stage"):
     """Bootstrapping ended: layer modules may freeze from here on."""
 
@@ -146,7 +141,6 @@ class StageChanged(Event, kind="stage"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleFrozen(Event, kind="frozen"):
     """Module number `module` froze; the `frozen` front modules are frozen now."""
 
@@ -158,7 +152,6 @@ class ModuleFrozen(Event, kind="frozen"):
     """Share of the trainable parameters that is frozen now."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DepthRefused(Event, kind="depth_refused"):
     """The policy asked for a depth that was refused; it may ask again."""
 
@@ -166,7 +159,6 @@ class DepthRefused(Event, kind="depth_refused"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Thawed(Event, kind="thawed"):
     """Everything thawed; `window` evaluations are needed to freeze again."""
 
@@ -175,7 +167,6 @@ class Thawed(Event, kind="thawed"):
     window: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceRefreshed(Event, kind="reference"):
     """The reference model was made or brought up to date with the training weights."""
 
@@ -186,7 +177,6 @@ class ReferenceRefreshed(Event, kind="reference"):
     controller_cpu_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RungTaken(Event, kind="rung"):
     """The reference model's number format from here on; `before` is empty for the first choice."""
 
@@ -195,7 +185,6 @@ class RungTaken(Event, kind="rung"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChosen(Event, kind="controller"):
     """Where evaluations are made, 'process' or 'inline', or 'none' where none are, and why."""
 
@@ -203,7 +192,6 @@ class ControllerChosen(Event, kind="controller"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheDecided(Event, kind="cache"):
     """How the frozen forward pass is done from here on."""
 
@@ -215,7 +203,6 @@ class CacheDecided(Event, kind="cache"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUsed(Event, kind="cache_used"):
     """The use of one generation of stored activations, from its beginning to its end."""
 
@@ -236,7 +223,6 @@ class CacheUsed(Event, kind="cache_used"):
     """Stored samples that could not be read again; they count as misses."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Declined(Event, kind="declined"):
     """The library chose not to act, and why; training continues without that part."""
 
@@ -244,18 +230,9 @@ class Declined(Event, kind="declined"):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultCaught(Event, kind="fault"):
     """Something of ours failed; training continued."""
 
     where: str
     error: str
     count: int
-
-
-EVENT_TYPES: dict[str, type[Event]] = {
-    entry.kind: entry
-    for entry in list(globals().values())
-    if isinstance(entry, type) and issubclass(entry, Event) and entry is not Event
-}
-"""Every kind of event by its name in the journal."""

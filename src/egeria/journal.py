@@ -91,8 +91,8 @@ class EgeriaWarning(UserWarning):
 class Recorder:
     """Appends events to `journal.jsonl` in a directory, and warns the user, each reason once.
 
-    A directory that cannot be written, or a disk that fills up later, raises nothing: there is a
-    warning. A crash loses at most the last line.
+    Where nothing can be written, or no more, it warns and raises nothing. A crash loses at most
+    the last line.
 
     Args:
         directory: where the journal lives; None for none, so that only listeners get events.
@@ -161,7 +161,7 @@ class Recorder:
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        weakref.finalize(self, _close, self._file)  # a run that is never closed must not leak it
+        weakref.finalize(self, self._file.close)  # a run that is never closed must not leak it
         if self._file.tell():  # the last line may be torn; empty ones are passed over
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
@@ -177,34 +177,18 @@ class Recorder:
             action()
         except (OSError, ValueError, TypeError) as error:
             self._close_file()
-            next_step = "Training continues. Give `attach` a writable `directory`."
             failed = f"The journal in {self.directory} cannot be written: {error}"
+            next_step = "Training continues. Give `attach` a writable `directory`."
             self.warn("journal", f"{failed}. {next_step}")
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        if file is not None:
-            _close(file)
+        with suppress(OSError):  # of a full disk: what it could not write is lost
+            if file is not None:
+                file.close()
 
 
 def run_directory(given: str | Path | None) -> Path:
     """Return the directory of a run; without a given one, one that is new."""
-    if given is not None:
-        return Path(given)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-        place = RUNS / f"{name}{suffix}"
-        try:
-            place.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:  # the recorder will say so
-            break
-        return place
-    return RUNS / name
-
-
-def _close(file: IO[str]) -> None:
-    """Close a file whose disk may be full; what it could not write is lost."""
-    with suppress(OSError):
-        file.close()
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.time_ns() % 10**9:09}"
+    return RUNS / name if given is None else Path(given)

@@ -73,8 +73,8 @@ def resolve(text: str, modules: Sequence[Sequence[str]], epoch_steps: int | None
 def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
     """Return how many layer modules there are up to and with the last one of a name.
 
-    The name is that of a submodule or the end of it, such as "encoder.layer.5"; the submodule may
-    lie in a layer module, or hold several.
+    The name is that of a submodule or its end, such as "encoder.layer.5"; the submodule may lie in
+    a layer module, or hold several.
     """
     found = dict[str, int]()  # by what stands before the name
     for depth, own in enumerate(modules, start=1):
@@ -87,9 +87,8 @@ def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
     known = [held for own in modules for held in own]
     near = difflib.get_close_matches(name, known, n=2) or known[-1:]
     raise ConfigError(
-        f"A plan names one submodule of the model, found {name!r}, which is "
-        f"{'several' if found else 'none'}. Give a whole name such as {near[0]!r}, or a number of "
-        "layer modules."
+        f"A plan names one submodule, found {name!r}, which is {'several' if found else 'none'}. "
+        f"Give a whole name such as {near[0]!r}, or a number of layer modules."
     )
 
 

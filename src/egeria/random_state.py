@@ -58,10 +58,9 @@ def seed_random_state(model: nn.Module, seed: int) -> None:
 
 def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
     """Return a value that changes with every random number that Python, numpy or torch draw."""
-    of_numpy: Any = np.random.get_state(legacy=False)
-    of_torch = tuple(generator.get_state().numpy().tobytes() for generator in generators_of(model))
-    key, position = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
-    return (random.getstate(), key, position, of_numpy["has_gauss"], of_numpy["gauss"], *of_torch)
+    of_torch = [generator.get_state().numpy().tobytes() for generator in generators_of(model)]
+    of_numpy: Any = np.random.get_state()
+    return (random.getstate(), of_numpy[1].tobytes(), *of_numpy[2:], *of_torch)
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:

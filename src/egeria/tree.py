@@ -39,8 +39,8 @@ def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a tree and of the objects in it, each after its path.
 
-    Unlike the other functions this one looks into objects of any class, such as the key-value
-    caches of `transformers`, but not into modules, classes and functions.
+    It looks into objects of any class, such as the key-value caches of `transformers`, but not into
+    modules, classes and functions.
     """
     found = _walk(value, name)
     return (entry for entry in found if isinstance(entry[1], Tensor) or is_plain(entry[1]))
@@ -54,10 +54,14 @@ def tensors(value: Any) -> list[Tensor]:
 def unreadable(value: Any, name: str = "") -> str:
     """Return the path and the type of the first thing that `contents` leaves out; '' for none.
 
-    Such as an array of numpy, a set, a generator, or a tensor that is not plain memory.
+    Such as an array of numpy, a set, a generator; or of a tensor that is not plain memory.
     """
     for path, entry in _walk(value, name):
-        if not _is_readable(entry):
+        is_readable = is_plain(entry)
+        if isinstance(entry, Tensor):
+            is_special = entry.is_quantized or entry.is_meta or entry.is_nested
+            is_readable = entry.layout is torch.strided and not is_special
+        if not is_readable:
             return f"{path} ({type(entry).__qualname__})"
     return ""
 
@@ -73,13 +77,6 @@ def _walk(value: Any, name: str, inside: frozenset[int] = frozenset()) -> Iterat
             yield name, value
         for key, entry in entries:
             yield from _walk(entry, f"{name}.{key}", inside | {id(value)})
-
-
-def _is_readable(entry: Any) -> bool:
-    if not isinstance(entry, Tensor):
-        return is_plain(entry)
-    is_special = entry.is_quantized or entry.is_meta or entry.is_nested
-    return entry.layout is torch.strided and not is_special
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
@@ -107,11 +104,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     if isinstance(tree, (tuple, list)):
         return type(tree)(map_tensors(function, value) for value in tree)
     return tree
-
-
-def detach(tree: Tree) -> Tree:
-    """Return the tree cut from the autograd graph; storage is shared."""
-    return map_tensors(Tensor.detach, tree)
 
 
 def requires_grad(tree: Tree) -> bool:

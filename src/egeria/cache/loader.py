@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
-from egeria import dist, tree
+from egeria import tree
+from egeria.distributed import ranks
 from egeria.model.passes import Batch
 
 
@@ -37,8 +38,8 @@ class ShardSampler(data.DistributedSampler[int]):
     def __init__(
         self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **options: Any
     ) -> None:
-        num_replicas = dist.world_size() if num_replicas is None else num_replicas
-        rank = dist.rank() if rank is None else rank
+        num_replicas = ranks.world_size() if num_replicas is None else num_replicas
+        rank = ranks.rank() if rank is None else rank
         super().__init__(dataset, num_replicas, rank, **options)
         size = len(dataset)
         if self.num_samples <= 0:

@@ -26,13 +26,9 @@ JOINED = (
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile and DistributedDataParallel."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    is_wrapper = isinstance(model, DistributedDataParallel)
+    inner: Any = model.module if is_wrapper else getattr(model, "_orig_mod", None)
+    return model if inner is None else unwrap(inner)
 
 
 def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
@@ -47,11 +43,7 @@ def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def refuse(wrapper: DistributedDataParallel | None) -> str | None:
-    """Return why what is frozen cannot change under a wrapper; None if it can.
-
-    Args:
-        wrapper: None where the first forward pass was in none; sharded models are not asked for.
-    """
+    """Return why what is frozen cannot change in this wrapper, or without one; None if it can."""
     if wrapper is None:
         return BARE if world_size() > 1 else None
     held: Any = wrapper
@@ -59,42 +51,35 @@ def refuse(wrapper: DistributedDataParallel | None) -> str | None:
     is_partial = distributed.get_world_size(held.process_group) != world_size()
     is_built_in = not hooks and held._get_ddp_logging_data().get("comm_hook")
     is_mixed, is_delayed = held.mixed_precision is not None, held._delay_all_reduce_params
+    is_stepping = any("hook_then_optimizer" in name for name in hooks)
+    is_power = any(hasattr(state, "start_powerSGD_iter") for _, state in held._comm_hooks)
     refused = {
         f"static_graph=True fixes once what is reduced. {_DDP}": held.static_graph,
         f"mixed_precision reduces a second copy, as autocast does not. {_DDP}": is_mixed,
         f"delay_all_reduce_named_params reduces views that are made once. {_DDP}": is_delayed,
-        "'python_reducer' reduces by hooks that are made once. Leave it out": (
-            held._use_python_reducer
-        ),
-        "the optimizer steps within the backward pass, in a communication hook. Call "
-        "optimizer.step() in the loop": any("hook_then_optimizer" in name for name in hooks),
+        f"'python_reducer' reduces by hooks that are made once. {_DDP}": held._use_python_reducer,
+        "the optimizer steps within the backward pass, in a hook. Call it in the loop": is_stepping,
         "a built-in communication hook cannot be registered again. Use register_comm_hook with its "
         "twin of torch.distributed.algorithms.ddp_comm_hooks.default_hooks": is_built_in,
         "the wrapper is over some processes of the job only. Build it over all": is_partial,
-        "PowerSGD keeps errors by bucket, and buckets change with what is frozen. Leave it out": (
-            any(hasattr(state, "start_powerSGD_iter") for _, state in held._comm_hooks)
-        ),
+        "PowerSGD keeps errors by bucket, and buckets change. Leave it out": is_power,
         JOINED: held._join_config.enable,
     }
     return next((reason for reason, applies in refused.items() if applies), None)
 
 
 def check_not_joined(wrapper: DistributedDataParallel | None) -> None:
-    """Raise LostError before an exchange in `join()`, which ranks without batches take no part in.
-
-    They repeat the reductions as they were, so that what is frozen must not change either.
-    """
+    """Raise LostError in `join()`: ranks without batches repeat the reductions as they were."""
     if wrapper is not None and wrapper._join_config.enable:
         raise LostError(JOINED)
 
 
 def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
-    """Reduce from now on what requires a gradient now. All ranks call it at the same time.
+    """Reduce from now on what requires a gradient now; options and communication hooks stay.
 
-    It does what unpickling a wrapper does, for any process group and without exchanges. Options
-    and communication hooks stay. It is called between a backward and a forward pass, or at the
-    beginning of the model's forward pass within the wrapper's. An interrupted call leaves a
-    reducer, and can be made again.
+    All ranks call it at the same time, between a backward and a forward pass, or at the beginning
+    of the model's forward pass within the wrapper's. It does what unpickling a wrapper does,
+    without exchanges. An interrupted call can be made again.
     """
     held: Any = wrapper
     torch_distributed: Any = distributed

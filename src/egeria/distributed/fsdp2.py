@@ -5,10 +5,9 @@ A parameter without a gradient has none to reduce, so that nothing is wrapped ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from egeria.distributed.ranks import world_size
 
@@ -21,7 +20,7 @@ NO_PLASTICITY = (
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a process holds only parts of the parameters."""
-    return any(True for _ in _units(model)) or any(map(_is_part, model.parameters()))
+    return bool(_units(model)) or any(hasattr(p, "full_tensor") for p in model.parameters())
 
 
 def reshard(model: nn.Module) -> None:
@@ -45,21 +44,16 @@ def prepare_units(model: nn.Module) -> None:
 
 def refuse(model: nn.Module) -> str | None:
     """Return why layers of a sharded model cannot be frozen; None if they can."""
-    parts = [parameter for parameter in model.parameters() if _is_part(parameter)]
-    if not any(True for _ in _units(model)):
+    parts: list[Any] = [p for p in model.parameters() if hasattr(p, "full_tensor")]
+    if not _units(model):
         return f"parameters of the model are DTensors that fully_shard did not make. {_WAY_OUT}"
-    if any(sum(not entry.is_replicate() for entry in part.placements) > 1 for part in parts):  # type: ignore[attr-defined]
+    if any(sum(not entry.is_replicate() for entry in part.placements) > 1 for part in parts):
         return f"parameters of the model are split twice, as by tensor parallelism. {_WAY_OUT}"
-    if any(part.device_mesh.size() != world_size() for part in parts):  # type: ignore[attr-defined]
+    if any(part.device_mesh.size() != world_size() for part in parts):
         return f"the model is sharded over some processes of the job only. {_WAY_OUT}"
     return None
 
 
-def _units(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            yield module
-
-
-def _is_part(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
+def _units(model: nn.Module) -> list[Any]:
+    kinds = ((module, type(module).__mro__) for module in model.modules())
+    return [part for part, bases in kinds if any(b.__name__ == "FSDPModule" for b in bases)]

@@ -8,15 +8,13 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from egeria.dist import is_initialized, rank, world_size
 from egeria.errors import EgeriaError, brief
-
-__all__ = ["LostError", "RankError", "exchange", "is_initialized", "rank", "together", "world_size"]
 
 T = TypeVar("T")
 
@@ -27,6 +25,21 @@ class RankError(EgeriaError):
 
 class LostError(EgeriaError):
     """The ranks cannot reach each other: what is frozen must stay as it is on all of them."""
+
+
+def is_initialized() -> bool:
+    """Return whether there is a process group, so that a wrapper may come around the model."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def world_size() -> int:
+    """Return the number of processes of the job; 1 where no process group is set up."""
+    return distributed.get_world_size() if is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 where no process group is set up."""
+    return distributed.get_rank() if is_initialized() else 0
 
 
 def exchange(value: Any) -> list[Any]:
@@ -46,10 +59,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and return the results of all, by rank.
-
-    Args:
-        work: what to do. Its result can be pickled.
+    """Do `work` on every rank and return the results of all, which can be pickled, by rank.
 
     Raises:
         RankError: it failed on one of several ranks. A process that is alone raises its own fault.
@@ -62,9 +72,8 @@ def together(work: Callable[[], T]) -> list[T]:
         answer = pickle.dumps(work())  # here, where a failure still reaches the other ranks
     except Exception as error:
         fault = error
-    answers = exchange((answer, None if fault is None else brief(fault)))
-    faults = [f"rank {index}: {text}" for index, (_, text) in enumerate(answers) if text]
-    if faults:
+    answers = exchange((answer, brief(fault) if fault else ""))
+    if faults := [f"rank {index}: {text}" for index, (_, text) in enumerate(answers) if text]:
         raise RankError("; ".join(faults)) from fault
     return [pickle.loads(found) for found, _ in answers]
 
@@ -75,13 +84,12 @@ _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def _cpu_group() -> Any:
     """Return a process group of all ranks for values on the CPU; all ranks make it together."""
-    world = distributed.group.WORLD
+    world: Any = distributed.group.WORLD
     if "cpu:" in distributed.get_backend_config(world):
         return world
     if world not in _made:
-        try:
-            timeout = world._get_backend(torch.device("cuda")).options._timeout  # type: ignore[union-attr]
-        except (RuntimeError, AttributeError):
-            timeout = None  # the default of gloo
+        timeout = None  # the default of gloo
+        with suppress(RuntimeError, AttributeError):
+            timeout = world._get_backend(torch.device("cuda")).options._timeout
         _made[world] = distributed.new_group(backend="gloo", timeout=timeout)
     return _made[world]

@@ -32,10 +32,7 @@ _DEEPSPEED = f"DeepSpeed (ZeRO) never trains a parameter that thaws later. {_SHA
 _WRAPPERS = {
     "FullyShardedDataParallel": f"FSDP1 keeps the parameters of a unit in one tensor. {_SHARD}",
     "DeepSpeedEngine": _DEEPSPEED,
-    "DataParallel": (
-        "DataParallel copies the model in every forward pass, and copies cannot be watched. Use "
-        "DistributedDataParallel, with one process for each device"
-    ),
+    "DataParallel": "DataParallel copies the model. Use DDP, with one process for each device",
 }
 
 
@@ -50,8 +47,7 @@ def _refuse_modules(model: nn.Module) -> str | None:
         if hasattr(module, "update_and_allocate"):
             return "`update_and_allocate` of AdaLoRA reads the gradient of every adapter. Use LoRA"
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
-            reason = "the backward pass goes through all layers to them, so that it saves nothing"
-            return f"it trains prompts (PEFT prompt learning): {reason}"
+            return "prompts (PEFT) need the whole backward pass, so that freezing saves nothing"
     return None
 
 
@@ -61,14 +57,10 @@ def _refuse_parameters(parameters: list[nn.Parameter]) -> str | None:
     if any(hasattr(entry, "ds_id") for entry in parameters):
         return _DEEPSPEED
     hooks = [h for p in parameters for h in (p._post_accumulate_grad_hooks or {}).values()]
+    codes = [getattr(getattr(h, "func", h), "__code__", None) for h in hooks]  # `func` of partials
+    calls_step = any("step" in getattr(code, "co_names", ()) for code in codes)
     is_stepped = any(hasattr(entry, "_in_backward_optimizers") for entry in parameters)
-    return IN_BACKWARD if is_stepped or any(map(_calls_step, hooks)) else None
-
-
-def _calls_step(hook: Any) -> bool:
-    """Return whether a hook on a parameter looks like an optimizer in the backward pass."""
-    function = getattr(hook, "func", hook)  # of functools.partial
-    return "step" in getattr(getattr(function, "__code__", None), "co_names", ())
+    return IN_BACKWARD if is_stepped or calls_step else None
 
 
 def has_hooks(optimizer: Any) -> bool:

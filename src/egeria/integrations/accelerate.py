@@ -29,10 +29,10 @@ def attach(
 ) -> Run:
     """Watch a training run of Accelerate and freeze its front layers as they converge.
 
-    The loop goes on calling `model(...)`, and calls `run.step(loss)` once in every iteration:
-    iterations that only accumulate gradients, and steps that were skipped because gradients
-    overflowed, are not counted. The run is registered for checkpointing: `accelerator.save_state`
-    saves it, and `accelerator.load_state` restores it, or leaves it alone once it is closed.
+    The loop calls `run.step(loss)` once in every iteration; those that only accumulate gradients,
+    and steps skipped because gradients overflowed, are not counted. The run is registered for
+    checkpointing: `accelerator.save_state` saves it, and `accelerator.load_state` restores it, or
+    leaves it alone once it is closed.
 
     Args:
         accelerator: of the loop.
@@ -41,8 +41,8 @@ def attach(
         loader: the training loader.
         scheduler: of the learning rate.
         log: whether the trackers of the accelerator get the scalars of the run.
-        options: `total_steps` (optimizer steps of the whole run, of one process: with accumulation
-            these are fewer than batches) and others of `egeria.attach`.
+        options: `total_steps` (optimizer steps of the whole run, of one process: fewer than batches
+            with accumulation) and others of `egeria.attach`.
     """
     if not hasattr(accelerator, "register_for_checkpointing"):
         what, found = "attach takes the accelerate.Accelerator first", type(accelerator).__name__

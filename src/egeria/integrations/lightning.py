@@ -46,17 +46,13 @@ class EgeriaCallback(Callback):
     """Watches a training run of Lightning and freezes its front layers as they converge.
 
     What it cannot follow (manual optimization, sharded strategies, callbacks that freeze layers) is
-    declined with one warning, and training goes on untouched; with `fast_dev_run` nothing is done.
+    declined with one warning, and training goes on untouched; `fast_dev_run` is left alone.
 
     Args:
         module: name of the submodule to watch, such as 'backbone'. None takes the only child with
             anything to train, else the LightningModule. The cache and the policy 'egeria' need one
             that `training_step` calls as a whole, not in parts.
         config: as of `egeria.attach`, as are `policy`, `plan`, `directory` and `controller`.
-        policy: the name of a policy, or what makes one.
-        plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2".
-        directory: where the journal and the report go.
-        controller: 'auto', 'process' or 'inline', or a controller of your own.
         log: whether the loggers of the trainer get the scalars of the run, and its report.
 
     Attributes:
@@ -74,7 +70,7 @@ class EgeriaCallback(Callback):
         controller: str | Controller | None = None,
         log: bool = True,
     ) -> None:
-        if not isinstance(module, (str, type(None))):
+        if not isinstance(module, str | None):
             found = type(module).__name__
             raise ConfigError(f"module takes the name of a submodule, found {found}. Pass that.")
         self.run: Run | None = None
@@ -96,7 +92,8 @@ class EgeriaCallback(Callback):
         if trainer.fast_dev_run:
             return
         if reason := _reason_to_decline(trainer, pl_module, self._config):
-            _warn(f"egeria freezes nothing in this training: {reason}")
+            text = f"egeria freezes nothing in this training: {reason}"
+            warnings.warn(text, EgeriaWarning, stacklevel=2)
             return
         state, begins = self._loaded, trainer.global_step
         self._begin(trainer, pl_module, int(state["first_step"]) if state else begins)
@@ -104,8 +101,9 @@ class EgeriaCallback(Callback):
             if state:
                 self.load_state_dict(state)
         except StateError as error:
-            self._close()
-            _warn(f"egeria starts from scratch: its state in the checkpoint does not fit: {error}")
+            self.on_train_end(trainer, pl_module)
+            text = f"egeria starts from scratch: its state in the checkpoint does not fit: {error}"
+            warnings.warn(text, EgeriaWarning, stacklevel=2)
             self._begin(trainer, pl_module, begins)
 
     def on_train_batch_end(
@@ -117,13 +115,12 @@ class EgeriaCallback(Callback):
             scale = trainer.accumulate_grad_batches  # by which Lightning has divided the loss
             self.run.step(loss.detach() * scale if isinstance(loss, Tensor) else math.nan)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the model as it was found, after the last scalars and the report were logged."""
-        self._close()
+    def on_train_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Leave the model as it was found, after the last scalars were logged."""
+        if self.run is not None:
+            self.run.close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the model as it was found."""
-        self._close()
+    on_exception = on_train_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: plain values and tensors."""
@@ -145,18 +142,13 @@ class EgeriaCallback(Callback):
         self.run = session.attach(
             _find_watched(pl_module, self._name),
             trainer.optimizers,
-            # Of several none is the whole input.
-            None if isinstance(loader, (Mapping, Sequence)) else loader,
+            None if isinstance(loader, (Mapping, Sequence)) else loader,  # several: none is all
             scheduler=[entry.scheduler for entry in trainer.lr_scheduler_configs],
             total_steps=None if steps is None else steps - first_step,
             config=self._config,
             log_to=[_tracker(trainer, logger) for logger in trainer.loggers if self._logs],
             **self._settings,
         )
-
-    def _close(self) -> None:
-        if self.run is not None:
-            self.run.close()
 
 
 def _reason_to_decline(trainer: Any, pl_module: Any, config: Config) -> str:
@@ -186,7 +178,6 @@ def _kinds(entry: object) -> list[str]:
 
 
 def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """Return the module to watch."""
     if name is not None:
         try:
             return pl_module.get_submodule(name)
@@ -215,7 +206,3 @@ def _tracker(trainer: Any, logger: Any) -> Tracker:
         logger.log_metrics(dict(values), step=trainer.global_step)
 
     return Tracker(name=_kinds(logger)[0], log=log)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, EgeriaWarning, stacklevel=3)

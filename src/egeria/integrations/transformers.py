@@ -1,13 +1,14 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[EgeriaCallback()])`, and nothing else.
 
-Callbacks of a Trainer see neither the trainer nor the loss, nor that training ends by an exception.
-So the first `EgeriaCallback` wraps the training loop of `Trainer`, once for all trainers: one that
-has such a callback is followed until its loop ends.
+Callbacks see neither the trainer nor the loss, nor that training ends by an exception. So the first
+`EgeriaCallback` wraps the training loop of `Trainer`, once for all trainers: one that has such a
+callback is followed until its loop ends.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,7 +30,6 @@ from egeria.session.checks import choose_rule, read_config
 
 STATE_FILE = "egeria.pt"  # the state of the run, inside each checkpoint
 DIRECTORY = "egeria"  # where the journal goes, inside `output_dir`
-MOST_DIRECTORIES = 1000
 
 
 class EgeriaCallback(TrainerCallback):
@@ -40,11 +40,9 @@ class EgeriaCallback(TrainerCallback):
 
     Args:
         config: as of `egeria.attach`, as are `policy` and `plan`.
-        policy: the name of a policy, or what makes one.
         directory: where the journal and the report go. None takes `egeria` in the trainer's
             `output_dir`, or with a number (`egeria-2`) where a journal is there already.
         log: whether the entries of `Trainer.log` also have egeria's numbers, for `report_to`.
-        plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2".
 
     Attributes:
         run: the `egeria.Run` while the trainer trains; None before and after.
@@ -118,14 +116,9 @@ class EgeriaCallback(TrainerCallback):
         # A trial of a search has a folder of its own.
         output = Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None)))
         folder = output / DIRECTORY if self._directory is None else Path(self._directory)
-        attach = functools.partial(
-            egeria.attach,
-            trainer.model_wrapped,
-            trainer.optimizer,
-            trainer.callback_handler.train_dataloader,
-            scheduler=trainer.lr_scheduler,
-            config=self._config,
-        )
+        given = trainer.model_wrapped, trainer.optimizer, trainer.callback_handler.train_dataloader
+        settings = {"scheduler": trainer.lr_scheduler, "config": self._config}
+        attach = functools.partial(egeria.attach, *given, **settings)
         if saved is not None:
             place = folder.with_name(saved["journal"])
             self.run = attach(total_steps=state.max_steps, directory=place)
@@ -134,7 +127,8 @@ class EgeriaCallback(TrainerCallback):
                 return
             except egeria.StateError as error:
                 self._close()
-                self._begins_anew(f"the state in the checkpoint does not fit ({error})")
+                reason = f"the checkpoint's state does not fit ({error}); it begins anew from here"
+                self._notes.decline("resuming", reason)
         # Without its own state a run knows of the steps to come only.
         steps = max(1, state.max_steps - state.global_step)
         self.run = attach(total_steps=steps, directory=_unused(folder))
@@ -147,17 +141,14 @@ class EgeriaCallback(TrainerCallback):
         try:
             together(lambda: read.append(torch.load(path, map_location="cpu", weights_only=True)))
         except Exception as error:  # a damaged file may raise anything
-            self._begins_anew(f"{path} cannot be read ({brief(error)})")
+            reason = f"{path} cannot be read ({brief(error)}); it begins anew from here"
+            self._notes.decline("resuming", reason)
             return None
         return read[0]
 
-    def _begins_anew(self, reason: str) -> None:
-        self._notes.decline("resuming", f"{reason}; it begins anew from here")
-
     def _close(self) -> None:
         """End the run, if there is one: the model is as it was found."""
-        run, self.run = self.run, None
-        self._losses = []
+        run, self.run, self._losses = self.run, None, []
         if run is not None:
             run.close()
 
@@ -168,9 +159,7 @@ class EgeriaCallback(TrainerCallback):
             self._losses.append(loss.detach())
         return loss
 
-    def _log(
-        self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any
-    ) -> None:
+    def _log(self, log: Callable[..., Any], logs: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for `log`: add egeria's numbers, and end the run with the last entry."""
         run, is_last = self.run, "train_runtime" in logs
         if run is not None and self._logs and (is_last or "loss" in logs):
@@ -178,10 +167,11 @@ class EgeriaCallback(TrainerCallback):
         log(logs, *args, **kwargs)
         if run is not None and is_last:
             self._close()
-            if (directory := run.directory) is not None:
-                self._guard(
-                    "reporting", lambda: setattr(self, "report", egeria.report(directory).path)
-                )
+            self._guard("reporting", lambda: self._report(run.directory))
+
+    def _report(self, directory: Path | None) -> None:
+        if directory is not None:
+            self.report = egeria.report(directory).path
 
     def _save_beside(self, save: Callable[..., Any], output_dir: str, *args: Any) -> None:
         """Stand in for what saves the optimizer in every checkpoint: save the run beside it."""
@@ -208,8 +198,9 @@ def _save(run: egeria.Run, path: Path) -> None:
 
 def _unused(directory: Path) -> Path:
     """Return the directory, or one with a number where it has a journal."""
-    numbered = (directory.with_name(f"{directory.name}-{n}") for n in range(2, MOST_DIRECTORIES))
-    return next((at for at in (directory, *numbered) if not (at / FILE_NAME).exists()), directory)
+    numbered = (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2))
+    places = itertools.chain([directory], numbered)
+    return next(place for place in places if not (place / FILE_NAME).exists())
 
 
 def _wrap_loop() -> None:
@@ -222,20 +213,15 @@ def _wrap_loop() -> None:
         return
 
     @functools.wraps(original)
-    def loop(
-        self: Any,
-        batch_size: Any = None,
-        args: Any = None,
-        resume_from_checkpoint: Any = None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def loop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        # The third argument behind the batch size and the settings.
+        checkpoint = args[2] if len(args) > 2 else kwargs.get("resume_from_checkpoint")
         with ExitStack() as stack:
-            for callback in self.callback_handler.callbacks:
+            for callback in trainer.callback_handler.callbacks:
                 # one with a trainer: somebody has wrapped what is wrapped here already
                 if isinstance(callback, EgeriaCallback) and callback._trainer is None:
-                    stack.enter_context(callback.follow(self, resume_from_checkpoint))
-            return original(self, batch_size, args, resume_from_checkpoint, *rest, **kwargs)
+                    stack.enter_context(callback.follow(trainer, checkpoint))
+            return original(trainer, *args, **kwargs)
 
     loop._egeria_follows = True  # type: ignore[attr-defined]
     Trainer._inner_training_loop = loop

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from egeria import dist, tree
+from egeria import tree
+from egeria.distributed.ranks import world_size
 from egeria.random_state import Generator, kept_random_state, restoring
 
 OF_THE_LOSS = "num_items_in_batch"  # by which transformers divide the loss of an optimizer step
@@ -83,7 +84,7 @@ class Batch:
         """Return a copy, which a model may overwrite, detached and cut to `count` samples; whole
         where that is None or not possible.
         """
-        args, kwargs = tree.detach(self.arguments)
+        args, kwargs = tree.map_tensors(Tensor.detach, self.arguments)
         of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
         if count is not None:
             args, kwargs = tree.take_rows((args, kwargs), count)
@@ -142,7 +143,7 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
             if not as_training:
                 vars(module)["_compiled_call_impl"] = None
         with kept_random_state(model), torch.set_grad_enabled(as_training), ExitStack() as alone:
-            if dist.world_size() > 1:
+            if world_size() > 1:
                 alone.enter_context(_Alone())  # type: ignore[no-untyped-call]
             yield
     finally:

@@ -1,14 +1,14 @@
 """'egeria': the policy of the paper, which freezes front layer modules of stationary plasticity.
 
-Its rules for thawing by the learning rate add three limits to the paper's, which is for annealing
-in steps (thaw when the rate has fallen tenfold, §4.2.2): nothing freezes while the rate rises, a
-rate that rises again thaws, and a smooth decay does not thaw too late.
+The paper thaws when the learning rate has fallen tenfold (§4.2.2), which is for annealing in steps.
+Beyond that, nothing freezes while it rises, a later rise thaws, and a smooth decay not too late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import linear_regression
 from typing import Any, Literal, Protocol
 
 from egeria.config import Config, FreezingConfig, require
@@ -40,7 +40,7 @@ class ModuleHistory:
         self.smoothed = [*self.smoothed, sum(self.readings) / len(self.readings)][-window:]
         if len(self.smoothed) < window:
             return
-        self.slope = least_squares_slope(self.smoothed)
+        self.slope = linear_regression(range(window), self.smoothed).slope
         self.early_slopes = [*self.early_slopes, self.slope][: settings.tolerance_readings]
         if len(self.early_slopes) == settings.tolerance_readings:
             self.tolerance = settings.tolerance_share * max(map(abs, self.early_slopes))
@@ -179,14 +179,6 @@ class EgeriaPolicy:
         self.status = Status(self._state.stage, self._state.reason, self._state.window)
 
 
-def least_squares_slope(values: Sequence[float]) -> float:
-    """Return the slope of the least-squares line through equally spaced values, per evaluation."""
-    count = len(values)
-    centre, mean = (count - 1) / 2, sum(values) / count
-    covariance = sum((index - centre) * (value - mean) for index, value in enumerate(values))
-    return covariance / (count * (count * count - 1) / 12)
-
-
 def choose_interval(config: Config, total_steps: int | None, num_modules: int) -> int:
     """Return `n`, the steps between evaluations: by the guideline of the paper, §4.2.2."""
     if config.plasticity.interval_steps is not None:
@@ -257,8 +249,7 @@ RULES: dict[str, ScheduleRule] = {
 # Fragments of the names of schedulers, and of the functions LambdaLR is given, the most specific
 # first, and the rules that they mean.
 _FRAGMENTS = {
-    "warmrestart": "warm_restarts",
-    "hard_restart": "warm_restarts",
+    "restart": "warm_restarts",
     "cyclic": "cyclic",
     "onecycle": "one_cycle",
     "wsd": "warmup_stable_decay",

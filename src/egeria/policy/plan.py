@@ -113,11 +113,10 @@ def draw_up(
         modules: names of the layer modules, front to back.
         total_steps: optimizer steps of the training; None where that is not known.
         pretrained: whether the weights come from an earlier training.
-        adaptive: whether the optimizers scale each parameter's steps, as Adam does. A step of SGD
-            is as long as its gradient, and a head that fits leaves the body little of that.
-        batch_norm: whether the model has batch normalisation. Its statistics are those of the
-            first training until it trains again, and the last layer module would learn from
-            features that change then (both records 0048 and 0049).
+        adaptive: whether the optimizers scale each parameter's steps, as Adam does. Steps of SGD
+            are as long as gradients, and a head that fits leaves the body small ones (record 0048).
+        batch_norm: whether the model has batch normalisation: once it trains again, its features
+            change under a last layer module that trained alone (record 0049).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
@@ -137,14 +136,12 @@ def draw_up(
 def even_moves(num_modules: int, start: float) -> tuple[Move, ...]:
     """Return moves that freeze one layer module after the other, evenly from `start` on.
 
-    Module `i` of `L`, from 0, freezes at `start + (1 - start) * (i + 1) / (L - 1)`.
     Source: MosaicML Composer, `LayerFreezing`, which counts leaf layers by epochs.
     """
     last = num_modules - 1
-    shares = (start + (1 - start) * depth / last for depth in range(1, last))
+    shares = [(depth, start + (1 - start) * depth / last) for depth in range(1, last)]
     # Cut after four digits: rounded up, a share would come to lie behind the step it stands for.
-    times = (math.floor(1e4 * share + ROUNDING) / 1e4 for share in shares)
-    return tuple(Move(time, depth) for depth, time in enumerate(times, start=1))
+    return tuple(Move(math.floor(1e4 * time + ROUNDING) / 1e4, depth) for depth, time in shares)
 
 
 def find_plan(
@@ -177,7 +174,7 @@ class PlanPolicy:
         total_steps: int | None,
         **_: Any,
     ) -> None:
-        self._deepest, self._total_steps = deepest, total_steps
+        self._deepest = deepest
         self._loss, self._highest = math.inf, -math.inf  # of the newest steps judged, and of all
         self._losses = list[float | None]()  # of the steps since then
         self._thawed_at = -1  # the step at which the loss thawed, until the next move
@@ -193,7 +190,7 @@ class PlanPolicy:
 
     def observe(self, interval: Interval) -> Depth | None:
         """Return the depth of the newest move, unless so many are frozen already."""
-        step, total = interval.step, self._total_steps
+        step, total = interval.step, self.plan.total_steps
         if interval.num_steps and (reason := self._judge_loss(interval)) and interval.frozen:
             self._thawed_at = step
             return Depth(0, reason)
@@ -230,5 +227,5 @@ class PlanPolicy:
         """Go on with the plan that the run began with."""
         self._loss, self._highest, self._thawed_at, *self._losses = state["seen"]
         if state["plan"] != str(self.plan):
-            modules, total = self.plan.modules, self._total_steps
+            modules, total = self.plan.modules, self.plan.total_steps
             self._follow(Plan.parse(state["plan"], modules, total, "the run began with it"))

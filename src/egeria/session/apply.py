@@ -23,28 +23,24 @@ BACKWARD_SHARE = 2 / 3
 
 
 class Applier:
-    """Freezes and thaws for one cut, tells the processes of a job, and journals it.
-
-    `wrapper` is DistributedDataParallel around the model; None where there is none.
-    """
+    """Freezes and thaws for one cut, within DistributedDataParallel, if any; journals it."""
 
     def __init__(self, training: Training, cut: Cut, wrapper: Any) -> None:
         self._training, self.cut = training, cut
         self._model, self._recorder = training.model, training.recorder
         self._compilation = training.compilation
         self.freezer = Freezer(training.model, cut, has_hooks=training.compilation is None)
-        self._wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
+        self.wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
         self._told = 0  # the depth that the journal has
         self.detaches = True  # whether boundaries may still be detached
         parameters = dict(training.model.named_parameters())
         self._sizes = {name: entry.numel() for name, entry in parameters.items()}
-        trainable = [entry for entry in parameters.values() if entry.requires_grad]
-        self._num_trainable = sum(entry.numel() for entry in trainable)
+        self._num_trainable = sum(e.numel() for e in parameters.values() if e.requires_grad)
         self.deepest, self.limit = self._find_deepest()
 
     @property
     def depth(self) -> int:
-        """How many front layer modules are frozen: the freezer's own number."""
+        """How many front layer modules are frozen."""
         return self.freezer.depth
 
     def open(self) -> None:
@@ -98,11 +94,11 @@ class Applier:
             self._recorder.write(frozen)
             self._told = number + 1
 
-    def restore(self, depth: int) -> None:
+    def restore(self, depth: int, *, detaches: bool) -> None:
         """Freeze what a saved state had frozen, which was journaled before."""
-        self._told = depth
+        self._told, self.detaches = depth, detaches
         self.set_depth(depth)
-        if self._wrapper is None and is_initialized():  # found in the first forward pass
+        if self.wrapper is None and is_initialized():  # found in the first forward pass
             self._model.register_forward_pre_hook(Hook(self, Applier._find_wrapper))
 
     def make_whole(self) -> None:
@@ -119,10 +115,6 @@ class Applier:
             what = "frozen parameters were changed by the training loop"
             raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
 
-    def check_ranks(self) -> None:
-        """Raise LostError where not all processes of a job take part in an exchange."""
-        ddp.check_not_joined(self._wrapper)
-
     def set_depth(self, depth: int) -> None:
         """Freeze and thaw without journaling; rebuild the gradient reduction of the processes."""
         if depth == self.depth and self.freezer.is_whole:
@@ -130,8 +122,8 @@ class Applier:
         if self._is_sharded:
             fsdp2.reshard(self._model)
         self.freezer.freeze_to(depth, detaches=self.detaches)
-        if self._wrapper is not None:
-            ddp.rebuild_buckets(self._wrapper)
+        if self.wrapper is not None:
+            ddp.rebuild_buckets(self.wrapper)
         if self._is_sharded:
             fsdp2.prepare_units(self._model)
 
@@ -142,28 +134,28 @@ class Applier:
         sweep(self._model, self)
 
     def _find_wrapper(self, model: nn.Module, *_: Any) -> None:
-        if self._wrapper is None and (wrapper := ddp.find_wrapper(model)) is not None:
-            self._wrapper = wrapper
-            ddp.rebuild_buckets(self._wrapper)
+        if self.wrapper is None and (wrapper := ddp.find_wrapper(model)) is not None:
+            self.wrapper = wrapper
+            ddp.rebuild_buckets(wrapper)
 
     def _find_deepest(self) -> tuple[int, str]:
-        """Return how deep the model may be frozen, and why not deeper."""
-        limit = min(map(self._deepest_for, self._training.optimizers))
-        if limit >= self.cut.deepest:
-            return self.cut.deepest, self.cut.reason
-        return limit, (
-            "one of the optimizers would have nothing left to train, which GradScaler takes for "
-            "an error. Give one optimizer all parameters, in groups"
-        )
-
-    def _deepest_for(self, optimizer: Any) -> int:
-        """Return how deep the model may be frozen so that an optimizer keeps something to train."""
-        own = {id(entry) for group in optimizer.param_groups for entry in group["params"]}
-        modules = self.cut.modules
+        """Return how deep the model may be frozen, so that each optimizer trains on, and why."""
+        modules, limit = self.cut.modules, self.cut.deepest
+        last, reason = len(modules) - 1, self.cut.reason
         places = {name: place for place, each in enumerate(modules) for name in each.parameters}
-        last, parameters = len(modules) - 1, self._model.named_parameters()
-        names = [name for name, entry in parameters if id(entry) in own and entry.requires_grad]
-        return max((places.get(name, last) for name in names), default=last)
+        named = [entry for entry in self._model.named_parameters() if entry[1].requires_grad]
+        for optimizer in self._training.optimizers:
+            own = {entry for group in optimizer.param_groups for entry in group["params"]}
+            held = [places.get(name, last) for name, entry in named if entry in own]
+            if held and max(held) < limit:
+                limit, reason = (
+                    max(held),
+                    (
+                        "one of the optimizers would have nothing left to train, which GradScaler "
+                        "takes for an error. Give one optimizer all parameters, in groups"
+                    ),
+                )
+        return limit, reason
 
     def _runs_late(self, _module: nn.Module, _args: Any) -> None:
         if self.detaches and torch.is_grad_enabled() and not is_own_pass():

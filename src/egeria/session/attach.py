@@ -1,9 +1,10 @@
-"""The public face: `attach` makes the parts of a run; `Run` is what the user holds."""
+"""The public face: `attach`, the `Run` that it returns, and what a run shows of itself."""
 
 from __future__ import annotations
 
 import gc
 import io
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +17,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from egeria import events
 from egeria.config import Config
 from egeria.distributed.ranks import exchange, rank
-from egeria.errors import ConfigError, StateError, brief
-from egeria.events import Event, MetricLogged, Resumed, RunClosed
-from egeria.journal import Recorder, run_directory
+from egeria.errors import ConfigError, JournalError, StateError, brief
+from egeria.journal import Recorder, read_journal, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule, is_mostly_trained
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
-from egeria.report.trackers import find_trackers
+from egeria.report.text import duration, plural, printable, progress
+from egeria.report.trackers import Tracker, find_trackers, scalars
 from egeria.session import checks
 from egeria.session.clock import Seconds, read_loss
-from egeria.session.session import Session
-from egeria.session.showing import Showing, in_a_line
+from egeria.session.session import STATE_SCHEMA, Session
 from egeria.session.training import Training
 
-STATE_SCHEMA = 4
+logger = logging.getLogger("egeria")
+# Events whose steps are logged to trackers.
+LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
+if TYPE_CHECKING:
+    from egeria.controller.inline import Controller
+
 _GO_ON = "Take an earlier checkpoint, or go on without loading it."
 
 
@@ -52,9 +58,9 @@ def attach(
 ) -> Run:
     """Watch a training run and freeze its front layers; `run.close()` undoes everything.
 
-    Nothing about the model, the optimizer or the loader changes until the first layer module
-    freezes. A model that cannot be cut, or a directory that cannot be written, is no error: the run
-    continues without, with a warning.
+    Nothing of the model, the optimizer or the loader changes until the first layer module freezes.
+    A model that cannot be cut, or a directory that cannot be written, is no error: the run goes on
+    without, with a warning.
 
     Args:
         model: the model in training; the loop goes on calling it, or the wrapper that it is in.
@@ -82,16 +88,16 @@ def attach(
     settings = checks.read_config(config, controller, policy, plan)
     loader = checks.unwrap_loader(loader)
     rule_name, rule = checks.choose_rule(settings, scheduler)
-    given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
+    given, inner, optimizers = checks.check_training(model, optimizer, total_steps, directory)
     _check_unwatched(inner)
     checks.check_plan(settings.policy, inner, loader, total_steps)
-    checks.check_directory(directory)
     checks.agree_on_the_run(settings, total_steps)
     leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []
     recorder = Recorder(run_directory(directory) if leads else None, echoes=not leads)
-    started = replace(UNKNOWN_START, config=settings.to_dict(), total_steps=total_steps)
-    showing = Showing(recorder, trackers, started, speaks=leads)
+    pretrained = settings.policy.pretrained
+    if pretrained == "auto":
+        pretrained = is_mostly_trained(inner)
     training = Training(
         model=inner,
         given=given,
@@ -103,10 +109,10 @@ def attach(
         rule_name=rule_name,
         total_steps=total_steps,
         recorder=recorder,
-        environment=checks.environment(inner, loader),
         compilation=Compilation() if is_compiled(given) or is_compiled(inner) else None,
-        is_pretrained=_is_pretrained(settings.policy.pretrained, inner),
+        is_pretrained=any(exchange(bool(pretrained))),  # a rank may hold too little to tell
     )
+    showing = Showing(training, trackers, speaks=leads)
     try:
         session = Session(training)
     except BaseException:  # such as a pattern of layer modules that matches nothing
@@ -125,13 +131,12 @@ class Run:
     """
 
     def __init__(self, session: Session, showing: Showing) -> None:
-        self._session, self._showing = session, showing
-        self._recorder = recorder = session.recorder
-        self.directory: Path | None = recorder.directory
+        self._session, self._showing, self._recorder = session, showing, session.recorder
+        self.directory: Path | None = session.recorder.directory
         self._closed = False
         self._last_state: dict[str, Any] | None = None
-        # A run that is dropped without `close` leaves no frozen model and no open file behind.
-        self._finalizer = weakref.finalize(self, _release, session, recorder)
+        # A run that is dropped without `close` leaves no frozen model behind.
+        self._finalizer = weakref.finalize(self, session.close)
 
     @property
     def frozen(self) -> int:
@@ -170,17 +175,17 @@ class Run:
     def log(self, **metrics: float) -> None:
         """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._recorder.write(MetricLogged(step=self._session.clock.step, values=values))
+        self._recorder.write(events.MetricLogged(step=self._session.clock.step, values=values))
 
     def summary(self) -> Summary:
         """Return where the run stands: steps, stage, what is frozen, time saved and overhead."""
         return self._showing.summary()
 
-    def on_event(self, callback: Callable[[Event], object]) -> Callable[[], object]:
+    def on_event(self, callback: Callable[[events.Event], object]) -> Callable[[], object]:
         """Call `callback` with each event of the journal, until the run is closed.
 
-        Each process calls its own callbacks, with the events that it sees: what concerns the
-        controller and the reference model is seen by the first alone.
+        Of several processes each calls its own; the first alone sees what concerns the controller
+        and the reference model.
 
         Args:
             callback: takes an event of `egeria.events`; one that raises is called no more.
@@ -194,7 +199,17 @@ class Run:
         return self._recorder.listen(callback)
 
     def __repr__(self) -> str:
-        return f"<egeria.Run: {in_a_line(self.summary())}>"
+        summary = self.summary()
+        step, saved_s = progress(summary).removesuffix(" steps"), summary.time_saved_s
+        frozen = f"{summary.frozen} of {plural(len(summary.modules), 'layer module')} frozen"
+        if not summary.modules:
+            frozen = "no layer modules" if summary.step else "no layer modules yet"
+        saved = "time saved not known"
+        if saved_s is not None:
+            saved = f"{printable(duration(saved_s))} saved"
+        if summary.closed:
+            return f"<egeria.Run: closed at step {step}, {frozen} at the end, {saved}>"
+        return f"<egeria.Run: step {step}, {frozen}, {saved}>"
 
     @property
     def packed(self) -> Packed:
@@ -204,11 +219,11 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to continue as if the run had never stopped.
 
-        Plain values and tensors. Of a closed run it is the state before it was closed.
+        Of a closed run it is the state before it was closed.
         """
         if self._last_state is not None:
             return self._last_state
-        return {"schema": STATE_SCHEMA, **self._session.state_dict()}
+        return self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; load the model and the optimizer first.
@@ -219,8 +234,7 @@ class Run:
         """
         if self._closed:
             raise StateError("A closed run takes no state. Attach anew, then load.")
-        schema = state.get("schema")
-        if schema != STATE_SCHEMA:
+        if (schema := state.get("schema")) != STATE_SCHEMA:
             raise StateError(
                 f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load it "
                 "with the egeria that wrote it, or load the model and the optimizer alone."
@@ -231,15 +245,15 @@ class Run:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise StateError(f"The run's state is damaged ({brief(error)}). {_GO_ON}") from error
-        step = self._session.clock.step
-        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage))
+        resumed = events.Resumed(step=self._recorder.step, frozen=self.frozen, stage=self.stage)
+        self._recorder.write(resumed)
 
     def close(self) -> None:
         """End the run and leave the model as it was found; can be called twice."""
         frozen, session = self.frozen, self._session
         if self._last_state is None:
             with suppress(Exception):  # a device that has failed tells no losses
-                self._last_state = {"schema": STATE_SCHEMA, **session.state_dict()}
+                self._last_state = session.state_dict()
         session.close()  # again too, where an interrupt came between
         if self._closed:
             return
@@ -248,10 +262,17 @@ class Run:
         if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
             self._recorder.decline("watching this training", reason)
         clock = session.clock
-        spent = {**clock.overhead(), "controller_cpu_s": clock.controller_cpu_s}
-        self._recorder.write(RunClosed(step=clock.step, frozen=frozen, **spent))
-        self._showing.close()
+        closed = events.RunClosed(
+            step=clock.step,
+            frozen=frozen,
+            overhead_wall_s=clock.overhead.wall_s,
+            overhead_cpu_s=clock.overhead.cpu_s,
+            controller_cpu_s=clock.controller_cpu_s,
+        )
+        self._recorder.write(closed)
+        self._showing.log()
         self._finalizer()
+        self._recorder.close()
 
     def __enter__(self) -> Run:
         return self
@@ -260,22 +281,91 @@ class Run:
         self.close()
 
 
+class Showing:
+    """Follows the events of a run for its user; of several processes only the first `speaks`."""
+
+    def __init__(self, training: Training, trackers: list[Tracker], *, speaks: bool) -> None:
+        self._recorder, self._trackers, self._speaks = training.recorder, trackers, speaks
+        config, total_steps = training.config.to_dict(), training.total_steps
+        self._started = replace(UNKNOWN_START, config=config, total_steps=total_steps)
+        self._own = list[events.Event]()
+        # What was in the journal before; it counts once a state is loaded.
+        self._earlier: tuple[events.Event, ...] = ()
+        if self._recorder.directory is not None:
+            with suppress(JournalError):  # there is none, or of a newer version
+                self._earlier = read_journal(self._recorder.directory).events
+        self._is_resumed = self._has_news = False
+        self._logged_step = -1
+        self._recorder.listen(self._take_in)
+
+    def summary(self) -> Summary:
+        """Return where the run stands."""
+        found = [*(self._earlier if self._is_resumed else ()), *self._own]
+        directory, step = self._recorder.directory, self._recorder.step
+        return Summary.from_events(found, directory, step=step, started=self._started)
+
+    def end_step(self) -> None:
+        """Log to the trackers what the step brought, and warn of a used directory."""
+        if self._has_news:
+            self.log()
+        if not self._is_resumed and any(event.step for event in self._earlier):
+            self._recorder.warn(
+                "a used directory",
+                f"egeria: the report shows this run alone: {self._recorder.directory} already "
+                "holds the journal of another run. Give each a `directory` of its own; to continue "
+                "the other, call run.load_state_dict before the first step.",
+            )
+
+    def _take_in(self, event: events.Event) -> None:
+        if not isinstance(event, events.MetricLogged):  # there may be one for each step
+            self._own.append(event)
+        self._is_resumed |= isinstance(event, events.Resumed)
+        self._has_news |= isinstance(event, LOGGED)
+        if not self._speaks:
+            return
+        if isinstance(event, events.PlanMade):
+            skipped = event.skipped_share
+            skips = "" if skipped is None else f", skips {skipped:.0%} of the compute"
+            plan = f"the plan is {event.plan!r}{skips}" if event.plan else "nothing is frozen"
+            logger.info("%s: %s", plan, event.reason)
+        elif isinstance(event, events.ModuleFrozen):
+            depth = f"{event.frozen} of {len(self.summary().modules)} layer modules"
+            share = f"{100 * event.parameter_share:.0f} % of the trainable parameters"
+            logger.info("step %d: froze %s (%s, %s)", event.step, event.name, depth, share)
+        elif isinstance(event, events.Thawed):
+            thawed = f"thawed all frozen layers ({plural(event.frozen_before, 'layer module')})"
+            logger.info("step %d: %s: %s", event.step, thawed, event.reason)
+
+    def log(self) -> None:
+        """Log the numbers of this step to the trackers, once."""
+        if (step := self._recorder.step) == self._logged_step:
+            return
+        self._logged_step, self._has_news = step, False
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(scalars(self.summary()), step)
+            except Exception as error:  # it gets nothing more
+                self._trackers.remove(tracker)
+                failed = f"{tracker.name} could not be logged to ({type(error).__name__}: {error})"
+                message = f"egeria: {failed}. Nothing more is sent to it; training continues."
+                self._recorder.warn(f"tracker {id(tracker)}", message)
+
+
 # By the id of the model, which a run keeps alive; closed ones may be among them.
 _OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
 
 
 def _check_unwatched(model: nn.Module) -> None:
     """Raise ConfigError if an open run watches a model, or one that has parameters of it."""
-    own = set(map(id, model.parameters()))
+    own = set(model.parameters())
 
     def others() -> list[str]:  # no runs, which the error would keep
         open_runs = [run for run in _OPEN_RUNS.values() if not run._closed]
         held = [(repr(run), run._session.training.model.parameters()) for run in open_runs]
-        return [name for name, parameters in held if not own.isdisjoint(map(id, parameters))]
+        return [name for name, parameters in held if not own.isdisjoint(parameters)]
 
     if others():
-        # one that was dropped in a cycle, such as that of a traceback, is released by this
-        gc.collect()
+        gc.collect()  # releases one that was dropped in a cycle, such as that of a traceback
     if found := others():
         raise ConfigError(
             "attach takes a model that no open run watches, in whole or in part, found one that "
@@ -284,38 +374,20 @@ def _check_unwatched(model: nn.Module) -> None:
         )
 
 
-def _is_pretrained(given: bool | str, model: nn.Module) -> bool:
-    """Return what the setting says, or the weights; of a sharded one a process may hold too few."""
-    found = is_mostly_trained(model) if given == "auto" else bool(given)
-    return any(exchange(found))
-
-
-def _release(session: Session, recorder: Recorder) -> None:
-    session.close()
-    recorder.close()
-
-
-if TYPE_CHECKING:  # it takes half a second to import
-    from torch.distributed.checkpoint.stateful import Stateful
-
-    from egeria.controller.inline import Controller
-
-
 class Packed:
     """The state of a run in one piece, since `torch.distributed.checkpoint` loads by known entries.
 
-    All processes load the same. It must be that of the first: save with
-    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions, but not the
-    reference model and what was measured since the last evaluation, which are made again then.
+    All processes load the same, which must be that of the first: save with
+    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. The others do not have the reference model
+    and what was measured since the last evaluation.
     """
 
-    def __init__(self, run: Stateful) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as one entry of bytes."""
-        file = io.BytesIO()
-        torch.save(self._run.state_dict(), file)
+        torch.save(self._run.state_dict(), file := io.BytesIO())
         return {"state": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from egeria.config import Config, PolicyConfig
+from egeria.config import Config, PolicyConfig, check, count, optional
 from egeria.distributed import ddp
 from egeria.distributed.ranks import together, world_size
 from egeria.distributed.refuse import reason_to_decline
@@ -56,7 +52,7 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
 
 
 def check_training(
-    model: Any, optimizer: Any, total_steps: Any
+    model: Any, optimizer: Any, total_steps: Any, directory: Any
 ) -> tuple[nn.Module, nn.Module, list[Optimizer]]:
     """Return the model as it is called, the model without wrappers, and all optimizers."""
     if not isinstance(model, nn.Module):
@@ -66,12 +62,12 @@ def check_training(
     given: nn.Module = _unwrap(model)
     inner = ddp.unwrap(given)
     optimizers = _check_optimizers(inner, optimizer)
-    is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
-    if total_steps is not None and not (is_whole and total_steps > 0):
+    if not isinstance(directory, (str, os.PathLike, type(None))) or "://" in str(directory):
         raise ConfigError(
-            "total_steps is the optimizer steps of the whole run, a whole number above 0, found "
-            f"{total_steps!r}. Pass len(loader) * epochs, or leave it out."
+            f"directory is a folder of this host, found {directory!r}. Give a folder, and copy it "
+            "elsewhere when the run has ended."
         )
+    check("total_steps", total_steps, optional(count()))
     return given, inner, optimizers
 
 
@@ -102,10 +98,10 @@ def _describe(found: Any) -> str:
     return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
 
 
-def unwrap_schedulers(scheduler: Any) -> list[Any]:
-    """Return the user's own schedulers, of which there may be none, without wrappers."""
+def _scheduler_names(scheduler: Any) -> list[str]:
+    """Return the names of classes and functions of the user's schedulers, of which may be none."""
     if isinstance(scheduler, (list, tuple)):
-        return [found for entry in scheduler for found in unwrap_schedulers(entry)]
+        return [name for entry in scheduler for name in _scheduler_names(entry)]
     scheduler = _unwrap(scheduler)
     if scheduler is None:
         return []
@@ -116,25 +112,25 @@ def unwrap_schedulers(scheduler: Any) -> list[Any]:
             f"{_describe(scheduler)}. Pass the one that your loop calls .step() on, a list where "
             "several optimizers have one each, or leave it out."
         )
-    return [scheduler]
+    names = [type(scheduler).__name__]
+    for entry in getattr(scheduler, "lr_lambdas", ()):
+        function = getattr(entry, "func", entry)
+        names.append(getattr(function, "__qualname__", type(function).__name__))
+    chained = getattr(scheduler, "_schedulers", None)
+    return names + _scheduler_names(chained if isinstance(chained, (list, tuple)) else None)
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers as a list, without the wrappers of frameworks.
-
-    A model that is declined may be trained in other tensors than its parameters, as by ZeRO: that
-    is no error.
-    """
+    """Return the optimizers as a list, without the wrappers of frameworks."""
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [_unwrap(entry) for entry in given]
     for entry in optimizers:
         if not hasattr(entry, "param_groups"):
             what = "attach takes a torch optimizer, or a list of them"
             raise ConfigError(f"{what}, found {type(entry).__name__}. Pass what your loop steps.")
-    known = set(map(id, model.parameters()))
-    groups = [group for entry in optimizers for group in entry.param_groups]
-    holds_none = not any(id(entry) in known for group in groups for entry in group["params"])
-    if holds_none and reason_to_decline(model, optimizers) is None:
+    held = {p for entry in optimizers for group in entry.param_groups for p in group["params"]}
+    # One that is declined may be trained in tensors that are no parameters of it, as by ZeRO.
+    if held.isdisjoint(model.parameters()) and reason_to_decline(model, optimizers) is None:
         raise ConfigError(
             "attach takes an optimizer of the model's parameters, found one that holds none of "
             "them. Build it from model.parameters(), after moving the model to its device."
@@ -145,22 +141,11 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
 def choose_rule(config: Config, scheduler: Any = None) -> tuple[str, UnfreezeRule]:
     """Return the unfreeze rule by name and as an object; check that the policy can be made."""
     find_maker(config)
-    rule, schedulers = config.unfreezing.rule, unwrap_schedulers(scheduler)
+    rule, names = config.unfreezing.rule, _scheduler_names(scheduler)
     if rule == "auto":
-        rule = rule_for_schedule([name for entry in schedulers for name in _names_of(entry)])
+        rule = rule_for_schedule(names)
     name = rule if isinstance(rule, str) else type(rule).__name__
     return name, find_rule(rule, config.unfreezing.drop_factor)
-
-
-def _names_of(scheduler: Any) -> list[str]:
-    """Return the names of a scheduler's class, of what it chains and of its functions."""
-    names = [type(scheduler).__name__]
-    for entry in getattr(scheduler, "lr_lambdas", ()):
-        function = getattr(entry, "func", entry)
-        names.append(getattr(function, "__qualname__", type(function).__name__))
-    for part in getattr(scheduler, "_schedulers", ()):
-        names += _names_of(part)
-    return names
 
 
 def check_plan(
@@ -177,55 +162,19 @@ def check_plan(
         find_plan(settings, ("",) * 3, total_steps, **facts)
 
 
-def check_directory(directory: Any) -> None:
-    """Raise ConfigError where a run's directory is no folder of this host."""
-    if not isinstance(directory, (str, os.PathLike, type(None))) or "://" in str(directory):
-        raise ConfigError(
-            f"directory is a folder of this host, found {directory!r}. Give a folder, and copy it "
-            "elsewhere when the run has ended."
-        )
-
-
 def agree_on_the_run(config: Config, total_steps: int | None) -> None:
     """Raise ConfigError unless all processes of a job have the same settings and steps."""
     if world_size() == 1:
         return
-    # No decision depends on controller and cache. What is another object in each process, and
-    # addresses within objects, differ.
-    settings = {
-        name: {key: value for key, value in group.items() if not str(value).startswith("<")}
-        for name, group in config.to_dict().items()
-        if name not in ("controller", "cache")
-    }
+    # No decision depends on controller and cache. Addresses of objects differ by process.
+    settings = {**config.to_dict(), "controller": None, "cache": None}
     rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
-    apart = [number for number, row in enumerate(rows) if row != rows[0]]
-    if apart:
+    if apart := [number for number, row in enumerate(rows) if row != rows[0]]:
         raise ConfigError(
             "All processes of a job attach with the same total_steps and settings; rank "
             f"{apart[0]} has others than rank 0, total_steps being {[row[0] for row in rows]}. "
             "Give attach those of rank 0 on every rank."
         )
-
-
-def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
-    """Return what the journal says of model, data, machine and versions."""
-    device = next((entry.device.type for entry in model.parameters()), "cpu")
-    data: dict[str, Any] = {}
-    with suppress(Exception):  # loaders and data sets raise various things
-        dataset = loader.dataset
-        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face
-        data["data"] = name if isinstance(name, str) and name else type(dataset).__name__
-        data["num_samples"] = len(dataset)
-    return {
-        "model": type(model).__name__,
-        "num_parameters": sum(e.numel() for e in model.parameters() if not is_lazy(e)),
-        **data,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "steps_per_epoch": length_of(loader),
-    }
 
 
 def length_of(thing: Any) -> int | None:

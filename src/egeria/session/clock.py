@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from egeria.distributed.refuse import has_hooks
 from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
-from egeria.model.hooks import Hook
+from egeria.model.hooks import Hook, remove
 
 # Calls of `run.step` without an optimizer step before a warning, and steps of one optimizer before
 # the watch for another's first step ends.
@@ -28,17 +28,17 @@ NO_STEPS = (
 FEWEST = 7  # iterations that a median is taken of, where there are so many at a depth
 # Of a run under a policy that asks for no intervals: their number, or their length.
 INTERVALS, INTERVAL_STEPS = 100, 100
+_SAVED = ("step", "evaluation", "began", "interval_steps", "iteration_s")
 Loss: TypeAlias = float | Tensor
 
 
 class Steps:
     """Tells which calls of `run.step` follow an optimizer step, and calls back before updates.
 
-    A call without a step in between is a micro-batch, as in gradient accumulation or where
-    `GradScaler` skips a step. Of several optimizers any step counts. An optimizer that is given a
-    closure computes its gradients within its step: the callback then follows the closure.
-    `before` is called with an optimizer's number right before its update, until `stop_calling`.
-    Of an optimizer without hooks, which is declined, no step is seen.
+    A call without a step in between is a micro-batch. Of several optimizers any step counts.
+    `before` is called with an optimizer's number right before its update, until `stop_calling`:
+    behind the closure, if there is one, since that computes the gradients within the step. Of an
+    optimizer without hooks, which is declined, no step is seen.
     """
 
     def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
@@ -57,12 +57,12 @@ class Steps:
     def stop_calling(self) -> None:
         """Call back no more; steps are still counted."""
         self._before = None
-        self._remove("_optimizer_step_pre_hooks")
+        self._remove_hooks("_optimizer_step_pre_hooks")
 
     def close(self) -> None:
         """Remove the hooks."""
         self.stop_calling()
-        self._remove("_optimizer_step_post_hooks")
+        self._remove_hooks("_optimizer_step_post_hooks")
 
     def take(self) -> bool:
         """Return whether an optimizer has stepped since the last call."""
@@ -71,18 +71,15 @@ class Steps:
         return has_stepped
 
     @property
-    def is_late(self) -> bool:
-        """Whether `run.step` has just been called so often without any optimizer step."""
-        return self.num_calls == CHECKED_CALLS and not any(self.num_steps)
-
-    @property
     def calls_missing(self) -> str:
         """What to say at the end where `run.step` was called too rarely; empty where it was not."""
         made, calls = min(self.num_steps), self.num_calls
         if made <= 2 * calls:  # the hooks of an optimizer made of another may fire twice
             return ""
-        found = f"run.step was called {calls} times, but the optimizer made {made} steps"
-        return f"{found}. Call run.step(loss) after each optimizer step"
+        return (
+            f"run.step was called {calls} times, but the optimizer made {made} steps. Call "
+            "run.step(loss) after each optimizer step"
+        )
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, number = self._before, self._optimizers.index(optimizer)
@@ -104,18 +101,15 @@ class Steps:
         found_inf = getattr(optimizer, "found_inf", None)
         # A fused optimizer is stepped on overflow too. To ask a GPU would wait for it, so that it
         # is asked only while the scale is being found.
-        if isinstance(found_inf, torch.Tensor):
-            is_asked = not found_inf.is_cuda or self._before is not None
-            if is_asked and bool(found_inf):
-                return
+        is_asked = isinstance(found_inf, Tensor) and (self._before or not found_inf.is_cuda)
+        if is_asked and bool(found_inf):
+            return
         self.has_stepped = True
         self.num_steps[self._optimizers.index(optimizer)] += 1
 
-    def _remove(self, name: str) -> None:
+    def _remove_hooks(self, name: str) -> None:
         for optimizer in self._optimizers:
-            table = getattr(optimizer, name, {})
-            for key in [key for key, hook in table.items() if getattr(hook, "owner", None) is self]:
-                table.pop(key, None)
+            remove(getattr(optimizer, name, {}), self)
 
 
 class Seconds(NamedTuple):
@@ -156,11 +150,10 @@ class Clock:
         self._losses: list[Loss] = []
         self._held: list[Loss] = []
         self.controller_cpu_s = 0.0  # of a controller process
-        self._overhead = self._entered = Seconds()
-        # When the newest call of `run.step` began, and when it returned.
-        self._left: Seconds | None = None
+        self.overhead = self._entered = Seconds()  # ours so far, and when this `run.step` began
+        self._left: Seconds | None = None  # when the newest call of `run.step` returned
         self._iterations: list[Seconds] = []
-        # Iterations of this interval, and the newest of those before, by frozen depth.
+        # Of earlier intervals the newest iterations, by frozen depth.
         self._earlier: dict[int, list[Seconds]] = {}
 
     @property
@@ -193,41 +186,42 @@ class Clock:
     def leave(self) -> None:
         """Note that `run.step` is about to return."""
         self._left = Seconds.now()
-        self._overhead = self._overhead.plus(self._left.since(self._entered))
+        self.overhead = self.overhead.plus(self._left.since(self._entered))
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
         """Count seconds that were ours within an iteration of the user's, and take them off it."""
         spent = Seconds(wall_s, cpu_s)
-        self._overhead = self._overhead.plus(spent)
+        self.overhead = self.overhead.plus(spent)
         if self._left is not None:
             self._left = self._left.plus(spent)
 
-    def overhead(self, *, is_in_step: bool = False) -> dict[str, float]:
-        """Return our overhead so far, that of a call under way too, by fields of the journal."""
-        wall_s, cpu_s = self._overhead
-        if is_in_step:
-            wall_s, cpu_s = self._overhead.plus(Seconds.now().since(self._entered))
-        return {"overhead_wall_s": wall_s, "overhead_cpu_s": cpu_s}
-
-    def end_interval(self, frozen: int, learning_rate: float) -> IntervalMeasured:
-        """End the interval, at this frozen depth, and return what it showed; the next begins."""
+    def end_interval(
+        self, frozen: int, learning_rate: float, together: Callable[..., list[Any]]
+    ) -> IntervalMeasured:
+        """Begin the next interval; return what this one showed, to all processes."""
         losses, self._losses = to_floats(self._losses), []
-        finite = [value for value in losses if math.isfinite(value)]
         wall_s, cpu_s = self._median(frozen)
         if not frozen:
             self.iteration_s = wall_s
         num_steps, self.began = self.step - self.began, self.step
         self.evaluation += 1
+        finite = [value for value in losses if math.isfinite(value)]
+        own = statistics.fmean(finite) if finite else None, len(losses) - len(finite), learning_rate
+        found = together(lambda: own)
+        means = [mean for mean, _, _ in found if mean is not None]
+        spent = self.overhead.plus(Seconds.now().since(self._entered))
         return IntervalMeasured(
             step=self.step,
             evaluation=self.evaluation,
-            loss=statistics.fmean(finite) if finite else None,
+            loss=statistics.fmean(means) if means else None,
             num_steps=num_steps,
-            num_bad_losses=len(losses) - len(finite),
-            learning_rate=learning_rate,
+            num_bad_losses=sum(num_bad for _, num_bad, _ in found),
+            learning_rate=found[0][2],
             frozen=frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
+            overhead_wall_s=spent.wall_s,
+            overhead_cpu_s=spent.cpu_s,
         )
 
     def _median(self, frozen: int) -> Seconds:
@@ -241,45 +235,30 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data."""
-        names = ("step", "evaluation", "began", "interval_steps", "iteration_s")
-        state: dict[str, Any] = {name: getattr(self, name) for name in names}
+        state: dict[str, Any] = {name: getattr(self, name) for name in _SAVED}
         return {**state, "losses": to_floats(self._losses), "held": to_floats(self._held)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        for name in ("step", "evaluation", "began", "interval_steps"):
-            setattr(self, name, int(state[name]))
-        self.iteration_s = float(state["iteration_s"])
+        for name in _SAVED:
+            setattr(self, name, type(getattr(self, name))(state[name]))
         self._losses = [float(loss) for loss in state["losses"]]
         self._held = [float(loss) for loss in state["held"]]
 
 
-def combine(own: IntervalMeasured, all_ranks: Sequence[IntervalMeasured]) -> IntervalMeasured:
-    """Return what an interval showed in this process, with the losses of all processes of a job."""
-    losses = [measured.loss for measured in all_ranks if measured.loss is not None]
-    num_bad = sum(measured.num_bad_losses for measured in all_ranks)
-    loss, rate = statistics.fmean(losses) if losses else None, all_ranks[0].learning_rate
-    return replace(own, loss=loss, num_bad_losses=num_bad, learning_rate=rate)
-
-
 def read_loss(loss: Any) -> Loss:
     """Return a loss as a number, or a 0-d tensor on its device; else raise ConfigError."""
-    if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
-        number: Any = loss.tolist()
-        if type(number) is float:
-            return number
     if isinstance(loss, Tensor) and loss.numel() == 1:
+        if type(loss) is Tensor and loss.is_cpu:
+            return float(loss.detach())
         # In single precision: not every device has doubles, and micro-batches are summed up.
         return loss.detach().reshape(()).to(torch.float32, copy=True)
-    try:
-        if isinstance(loss, (Tensor, str)):
-            raise TypeError
-        return float(loss)
-    except TypeError as error:
-        is_tensor = isinstance(loss, Tensor)
-        found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"{loss!r}"
-        what = "run.step takes a loss as a number or a 0-d tensor"
-        raise ConfigError(f"{what}, found {found}. Reduce it, as by loss.mean().") from error
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+    with suppress(TypeError):
+        if not isinstance(loss, (Tensor, str)):
+            return float(loss)
+    what = "run.step takes a loss as a number or a 0-d tensor"
+    raise ConfigError(f"{what}, found {found}. Reduce it, as by loss.mean().")
 
 
 def to_floats(losses: Sequence[Loss]) -> list[float]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import operator
 import os
+import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from egeria import policy as policies
 from egeria.cache import Cache, ShardSampler
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Parts:
     """The cut of a model, the policy that was made for it, and what freezes by it."""
 
@@ -38,6 +42,7 @@ class Parts:
     plan: policies.Plan | None
     policy: policies.Policy
     applier: Applier
+    epoch_steps: int | None  # optimizer steps of an epoch; None where that is not known
     evaluation: Evaluation | None = None  # None where the policy reads no plasticity
 
     def announce(self) -> None:
@@ -46,57 +51,56 @@ class Parts:
         if applier.deepest < len(modules) - 1:
             what = f"freezing {modules[applier.deepest].name} and what follows"
             recorder.decline(what, applier.limit)
-        if self.plan is None:
-            return
-        trained = [applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
-        skipped = self.plan.skipped_share(backward_shares([m.share for m in modules], trained))
-        plan, reason, step = str(self.plan), self.plan.reason, recorder.step
-        recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
+        if (plan := self.plan) is not None:
+            trained = [applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
+            skipped = plan.skipped_share(backward_shares([m.share for m in modules], trained))
+            text, reason, step = str(plan), plan.reason, recorder.step
+            recorder.write(PlanMade(step=step, plan=text, reason=reason, skipped_share=skipped))
 
     def ask(self, interval: policies.Interval) -> policies.Depth | None:
         """Return the policy's answer in plain values; TypeError if the depth is no whole number."""
         answer = self.policy.observe(interval)
         return answer and policies.Depth(operator.index(answer.frozen), str(answer.reason))
 
-    def due(self, asked: int) -> float:
-        """Return the next step at which there is something to do, `asked` being the last one."""
-        step = self.policy.wants.next_step(asked)
-        return step if self.evaluation is None else min(step, self.evaluation.due)
+    def move_cache(self, cache: Cache, clock: Clock, window: int) -> None:
+        """Move the boundary of the cache behind the frozen layer modules, which have changed."""
+        frozen, wants = self.cut.modules[: self.applier.depth], self.policy.wants
+        if frozen and (reason := _reason_to_compute(self.training)):
+            cache.refuse(frozen[-1].name, reason)
+            return
+        end = min(wants.next_step(clock.step), clock.total_steps or math.inf)
+        if wants.interval_steps is not None and wants.plasticity_of is not None:
+            # `window` readings, and as many stationary ones, before the next freeze
+            end = min(clock.step + (2 * max(1, window) - 1) * clock.interval_steps, end)
+        steps, epoch = max(0.0, end - clock.step), self.epoch_steps
+        cache.follow(frozen, steps / epoch if epoch and steps < math.inf else None)
 
-    def prepare(self, clock: Clock, status: policies.Status) -> None:
-        """Prepare the next evaluation, if there is to be one."""
+    def prepare(self, clock: Clock, status: policies.Status, saved: Any = None) -> None:
+        """Prepare the next evaluation, if there is to be one, or the state of another had one."""
         wanted = self.policy.wants.plasticity_of
         is_coming = wanted is not None or status.stage == policies.BOOTSTRAPPING
-        if self.evaluation is None and is_coming:
-            self.evaluation = self._make_evaluation(clock)
+        if self.evaluation is None and (is_coming or saved is not None):
+            from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
+
+            self.evaluation = make_evaluation(self.training, self.cut, clock)
+            if saved is not None:
+                self.evaluation.load_state_dict(saved)
         if self.evaluation is not None:
             self.evaluation.prepare(wanted)
 
-    def _make_evaluation(self, clock: Clock) -> Evaluation:
-        from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
-
-        return make_evaluation(self.training, self.cut, clock)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what `make_parts` and `restore` need in a resumed run."""
+        """Return what a resumed run needs."""
         return {
             "cut": asdict(self.cut),
             "parameters": list(self.training.named()),
             "cut_by": asdict(self.training.config.modules),
             "policy": self.policy.state_dict(),
             "plan_reason": self.plan.reason if self.plan else "",
+            "epoch_steps": self.epoch_steps,
             "frozen": self.applier.depth,
             "detaches": self.applier.detaches,
             "evaluator": self.evaluation.state_dict() if self.evaluation else None,
         }
-
-    def restore(self, engine: Mapping[str, Any], clock: Clock) -> None:
-        """Freeze what a saved state had frozen, and read plasticity as its run did."""
-        if engine["evaluator"] is not None:
-            self.evaluation = self._make_evaluation(clock)
-            self.evaluation.load_state_dict(engine["evaluator"])
-        self.applier.detaches = engine["detaches"]
-        self.applier.restore(engine["frozen"])
 
 
 def make_parts(
@@ -116,58 +120,71 @@ def make_parts(
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
     facts = facts_of(training.model, training.optimizers)
-    pretrained, total_steps = training.is_pretrained, training.total_steps
-    plan = policies.find_plan(settings, names, total_steps, pretrained=pretrained, **facts)
+    facts["pretrained"] = training.is_pretrained
+    plan = policies.find_plan(settings, names, training.total_steps, **facts)
     if plan is not None:
         settings = replace(settings, plan=str(plan))
+        plan = replace(plan, reason=engine["plan_reason"]) if engine else plan
     applier = Applier(training, cut, wrapper)
     policy = policies.find_maker(replace(training.config, policy=settings))(
         modules=names,
         trainable=cut.trainable,
         deepest=applier.deepest,
-        total_steps=total_steps,
+        total_steps=training.total_steps,
         lr_rule=training.rule,
     )
     if not isinstance(policy, policies.Policy):
         raise ConfigError(
-            "policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
+            "policy.name takes what makes an egeria.policy.Policy, found one that makes "
             f"{type(policy).__name__}. Give that the attributes and methods of the protocol."
         )
     if engine is not None:
         policy.load_state_dict(engine["policy"])
-        if plan is not None and isinstance(policy, policies.PlanPolicy):
-            plan = replace(policy.plan, modules=names, reason=engine["plan_reason"] or plan.reason)
-    return Parts(training=training, cut=cut, plan=plan, policy=policy, applier=applier)
+    return Parts(training, cut, plan, policy, applier, epoch_steps)
 
 
 def run_started(training: Training, parts: Parts | None, interval_steps: int) -> RunStarted:
     """Return the event by which a journal begins; without parts nothing can be frozen."""
-    modules, trainable, deepest = list[dict[str, Any]](), list[bool](), 0
-    if parts is not None:
-        cut, deepest, count = parts.cut, parts.applier.deepest, parts.applier.count
-        modules = [{**asdict(entry), "num_trainable": count(entry)} for entry in cut.modules]
-        trainable = list(cut.trainable)
+    modules = parts.cut.modules if parts else ()
+    count: Any = parts and parts.applier.count
     return RunStarted(
         step=0,
         config=training.config.to_dict(),
-        modules=modules,
-        trainable=trainable,
-        deepest_freeze=deepest,
+        modules=[{**asdict(entry), "num_trainable": count(entry)} for entry in modules],
+        trainable=list(parts.cut.trainable) if parts else [],
+        deepest_freeze=parts.applier.deepest if parts else 0,
         rule=training.rule_name,
         total_steps=training.total_steps,
         interval_steps=interval_steps,
-        environment=training.environment,
+        environment=environment(training),
     )
 
 
-def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cache | None:
-    """Return what skips the frozen forward pass of a run; None where nothing does.
+def environment(training: Training) -> dict[str, Any]:
+    """Return what the journal says of model, data, machine and versions."""
+    device, data = training.device_type, dict[str, Any]()
+    with suppress(Exception):  # loaders and data sets raise various things
+        dataset = training.loader.dataset
+        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face
+        data["data"] = name if isinstance(name, str) and name else type(dataset).__name__
+        data["num_samples"] = len(dataset)
+    return {
+        "model": type(training.model).__name__,
+        "num_parameters": sum(e.numel() for e in training.model.parameters() if not is_lazy(e)),
+        **data,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "steps_per_epoch": length_of(training.loader),
+    }
 
-    All processes of a job call this. Where nobody asked for it, it takes a plan, which tells how
-    long a front stays frozen.
-    """
+
+def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cache | None:
+    """Return what skips the frozen forward pass, in all processes; None where nothing does."""
     config, policy_name = training.config.cache, training.config.policy.name
     directory = exchange(training.recorder.directory)[0]  # only the first process knows it
+    # Only a plan tells how long a front stays frozen.
     is_unasked = config.enabled == "auto" and policy_name == "egeria"
     if config.enabled is False or policy_name == "none" or is_unasked:
         return None
@@ -185,37 +202,14 @@ def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cac
     )
 
 
-def follow_depth(
-    cache: Cache, parts: Parts, clock: Clock, window: int, epoch_steps: int | None
-) -> None:
-    """Move the boundary of the cache behind the frozen layer modules, which have changed.
-
-    Args:
-        cache: of the run.
-        parts: of the run.
-        clock: of the run.
-        window: of the policy, in evaluations.
-        epoch_steps: optimizer steps of an epoch; None where that is not known.
-    """
-    frozen, wants = parts.cut.modules[: parts.applier.depth], parts.policy.wants
-    if frozen and (reason := _reason_to_compute(parts.training)):
-        cache.refuse(frozen[-1].name, reason)
-        return
-    moves = wants.next_step(clock.step)
-    if wants.interval_steps is not None and wants.plasticity_of is not None:
-        moves = clock.step + (2 * max(1, window) - 1) * clock.interval_steps
-    steps = max(0.0, min(moves, clock.total_steps or math.inf) - clock.step)
-    cache.follow(frozen, steps / epoch_steps if epoch_steps and steps < math.inf else None)
-
-
 def _reason_to_compute(training: Training) -> str:
     """Return why the forward pass of a model is not skipped; empty where it may be."""
     if training.compilation is not None:
         return "the model is compiled, and its graphs have the whole forward pass in them"
     if fsdp2.is_sharded(training.model):
         return (
-            "its parameters are sharded over the processes (fully_shard), which gather them in "
-            "every forward pass; the cache works with DistributedDataParallel"
+            "its parameters are sharded (fully_shard), and all processes gather them in every "
+            "forward pass; the cache works with DistributedDataParallel"
         )
     if world_size() == 1:
         return ""
@@ -224,6 +218,6 @@ def _reason_to_compute(training: Training) -> str:
     if isinstance(getattr(training.loader, "sampler", None), ShardSampler):
         return ""
     return (
-        "each of several processes stores what it computes, and only a loader with "
-        "`egeria.ShardSampler` gives a process the same samples in every epoch"
+        "each process stores what it computes, and only a loader with `egeria.ShardSampler` gives "
+        "it the same samples in every epoch"
     )

@@ -26,27 +26,28 @@ from egeria.model.cut import Cut, LayerModule
 from egeria.model.passes import finish
 from egeria.policy import Interval, Plan, Reading, Status, first_stage
 from egeria.random_state import accelerators_of
-from egeria.session.clock import NO_STEP, NO_STEPS, Clock, Seconds, Steps, combine
-from egeria.session.parts import Parts, follow_depth, make_cache, make_parts, run_started
-from egeria.session.training import FreezingEndedError, Training, begin_watch
+from egeria.session.clock import CHECKED_CALLS, NO_STEP, NO_STEPS, Clock, Seconds, Steps
+from egeria.session.parts import Parts, make_cache, make_parts, run_started
+from egeria.session.training import FirstStep, FreezingEndedError, Training
 
 if TYPE_CHECKING:
     from egeria.cache import Cache
     from egeria.session.evaluation import Evaluation
 
 T = TypeVar("T")
+STATE_SCHEMA = 4
 
 
 class Session:
     """Counts the steps of a run, asks the policy, and has done what it says.
 
     Until the first update it watches the user's own passes; there the model is cut and the policy
-    made. Nothing of it may stop or change the user's training: a fault of ours ends freezing.
+    made. A fault of ours ends freezing, and never stops the user's training.
     """
 
     def __init__(self, training: Training) -> None:
         self.training, self.recorder = training, training.recorder
-        # The layer modules, front to back; kept when freezing has ended.
+        # The layer modules, front to back; kept when freezing has ended, as is the plan.
         self.modules: tuple[LayerModule, ...] = ()
         self.plan: Plan | None = None
         self.parts: Parts | None = None
@@ -54,20 +55,21 @@ class Session:
         self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps)
         # What the policy last said of itself.
         self.status = Status(stage=first_stage(training.config.policy.name))
-        self._epoch_steps: int | None = None  # where the length of the loader is known
         self._has_started = self._has_ended = self._is_lost = False
         self._meets = False  # whether the processes of a job come together at each decision
         self._asked = -1  # the step up to which the policy was asked; -1 before the first question
         self._due: float = self.clock.ends
         self._measured_depth: int | None = None
         self._cache: Cache | None = None
-        self._first, refusal = begin_watch(training)
+        self._first: FirstStep | None = None
+        try:
+            self._first = FirstStep(training)
+        except FreezingEndedError as error:
+            self._end(str(error))
+        else:
+            self._cache = make_cache(training, self.clock.spend)
+            self._first.open()
         self.steps.open()
-        if self._first is None:
-            self._end(refusal)
-            return
-        self._cache = make_cache(training, self.clock.spend)
-        self._first.open()
 
     @property
     def frozen(self) -> int:
@@ -78,7 +80,8 @@ class Session:
         """Take in the loss of a batch; return whether something may have been journaled."""
         if not self.steps.take():
             self.clock.hold(loss)
-            if self._first is not None and self.steps.is_late:
+            is_late = self.steps.num_calls == CHECKED_CALLS and not any(self.steps.num_steps)
+            if is_late and self._first is not None:
                 self.recorder.decline("counting calls of run.step", NO_STEPS)
             return False
         self.clock.enter(loss)
@@ -111,8 +114,8 @@ class Session:
             if not first.comes_to(number, self.steps.num_calls):
                 return
             self._meets = world_size() > 1
-            cut, self._epoch_steps = first.cut()
-            parts = make_parts(self.training, cut, first.wrapper, self._epoch_steps)
+            cut, epoch_steps = first.cut()
+            parts = make_parts(self.training, cut, first.wrapper, epoch_steps)
             self._install(parts)
             parts.announce()
             if len(self.training.optimizers) == 1:  # of several, others have stepped already
@@ -137,8 +140,7 @@ class Session:
     def _start_journal(self) -> None:
         """Journal how the run begins, once."""
         if not self._has_started:
-            steps = self.clock.interval_steps
-            self.recorder.write(run_started(self.training, self.parts, steps))
+            self.recorder.write(run_started(self.training, self.parts, self.clock.interval_steps))
             self._has_started = True
 
     # --- questions to the policy -----------------------------------------------------------------
@@ -152,7 +154,7 @@ class Session:
             if self.parts is not None:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
-                self._measure(clock.end_interval(0, self._rate()))
+                self._end_interval()
             self._plan_next()  # in here too, where a fault of the policy is caught
         self._plan_next()
 
@@ -160,7 +162,7 @@ class Session:
         """Ask the policy if it is time to, and prepare for the next time."""
         clock, wants, before = self.clock, parts.policy.wants, self.frozen
         if self._meets:
-            parts.applier.check_ranks()
+            ddp.check_not_joined(parts.applier.wrapper)
         parts.applier.make_whole()
         if self._asked < 0:
             self._ask(Interval(step=0, frozen=before, learning_rate=self._rate()))
@@ -169,7 +171,16 @@ class Session:
         ends = clock.step >= clock.ends
         is_asked = self._asked < wants.next_step(self._asked) <= clock.step
         if ends or is_asked:
-            interval = self._end_interval(parts, ends)
+            measured = self._end_interval()
+            self._together(parts.applier.check_unmoved)
+            interval = Interval(
+                step=clock.step,
+                frozen=self.frozen,
+                num_steps=measured.num_steps if ends else 0,
+                loss=measured.loss,
+                learning_rate=measured.learning_rate,
+                seconds=measured.iteration_wall_s,
+            )
             if is_asked or wants.interval_steps is not None or wants.steps:
                 self._ask(interval)
             if ends and parts.evaluation is not None and self.parts is parts:
@@ -177,42 +188,29 @@ class Session:
             self._asked = clock.step
         if self.parts is parts:
             parts.prepare(self.clock, self.status)
-            if self.frozen != before:
-                self._follow_depth(parts)
+            if self._cache is not None and self.frozen != before:
+                parts.move_cache(self._cache, self.clock, self.status.window)
 
-    def _end_interval(self, parts: Parts, ends: bool) -> Interval:
-        """End the interval, which an asked-for step ends early, and return what it showed."""
-        own = self.clock.end_interval(self.frozen, self._rate())
-        measured = combine(own, self._together(lambda: own))
-        self._measure(measured)
-        self._together(parts.applier.check_unmoved)
-        return Interval(
-            step=self.clock.step,
-            frozen=self.frozen,
-            num_steps=measured.num_steps if ends else 0,
-            loss=measured.loss,
-            learning_rate=measured.learning_rate,
-            seconds=measured.iteration_wall_s,
-        )
-
-    def _measure(self, measured: IntervalMeasured) -> None:
-        """Journal an interval; what it compiled behind a change of depth is our overhead."""
-        clock, compilation = self.clock, self.training.compilation
-        is_ours = self._measured_depth not in (None, self.frozen)
-        self._measured_depth = self.frozen
-        compiled_s = 0.0 if compilation is None else compilation.look()
-        if is_ours:
-            clock.spend(compiled_s, compiled_s)
-        devices = accelerators_of(self.training.model)
-        memory_bytes = sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None
-        overhead: dict[str, Any] = clock.overhead(is_in_step=True)
-        self.recorder.write(replace(measured, memory_bytes=memory_bytes, **overhead))
+    def _end_interval(self) -> IntervalMeasured:
+        """Journal and return what an interval showed; what a new depth compiles is our overhead."""
+        clock = self.clock
+        if self.training.compilation is not None:
+            compiled_s = self.training.compilation.look()
+            if self._measured_depth not in (None, self.frozen):
+                clock.spend(compiled_s, compiled_s)
+            self._measured_depth = self.frozen
+        measured = clock.end_interval(self.frozen, self._rate(), self._together)
+        if devices := accelerators_of(self.training.model):
+            memory_bytes = sum(map(torch.cuda.max_memory_allocated, devices))
+            measured = replace(measured, memory_bytes=memory_bytes)
+        self.recorder.write(measured)
         if clock.total_steps is not None and clock.step > clock.total_steps:
             self.recorder.decline(
                 "planning beyond the end of the run",
                 f"attach was given total_steps={clock.total_steps}, and the training goes on. "
                 "Pass the steps of the whole run, such as len(loader) * epochs",
             )
+        return measured
 
     def _ask(self, interval: Interval) -> None:
         """Ask the policy, and do what that of the first rank says or refuse it."""
@@ -236,23 +234,21 @@ class Session:
     def _note_status(self, parts: Parts, readings: Sequence[Reading]) -> None:
         """Journal what the policy says of itself: its stage, and what it concluded of readings."""
         before, found = self.status, getattr(parts.policy, "status", None)
-        self.status = found if isinstance(found, Status) else before
+        self.status = status = found if isinstance(found, Status) else before
         if parts.evaluation is not None:
             for reading in readings:
-                parts.evaluation.journal(reading, self.status)
-        if self.status.stage != before.stage:
-            changed = {"stage": self.status.stage, "reason": self.status.reason}
-            self.recorder.write(StageChanged(step=self.clock.step, **changed))
+                parts.evaluation.journal(reading, status)
+        if status.stage != before.stage:
+            changed = StageChanged(step=self.clock.step, stage=status.stage, reason=status.reason)
+            self.recorder.write(changed)
 
     def _plan_next(self) -> None:
         """Find the next step at which something is to be done."""
-        due = min(self.clock.ends, self.parts.due(self._asked) if self.parts else math.inf)
-        self._due = math.inf if self._is_lost else due
-
-    def _follow_depth(self, parts: Parts) -> None:
-        """Move the boundary of the cache to the depth that is frozen now."""
-        if self._cache is not None:
-            follow_depth(self._cache, parts, self.clock, self.status.window, self._epoch_steps)
+        self._due = math.inf if self._is_lost else self.clock.ends
+        if self.parts is not None:
+            self._due = min(self._due, self.parts.policy.wants.next_step(self._asked))
+            if self.parts.evaluation is not None:
+                self._due = min(self._due, self.parts.evaluation.due)
 
     # --- evaluations, for a policy that wants plasticity -----------------------------------------
 
@@ -276,17 +272,17 @@ class Session:
                 late = "it came late: the layer module is no longer monitored, or not now"
                 evaluation.drop(reading.evaluation, reading.module, late)
                 continue
-            now = {"step": self.clock.step, "frozen": self.frozen}
-            rate = self._together(self._rate)[0]
-            self._ask(Interval(**now, learning_rate=rate, readings=(reading,)))
+            rate, step = self._together(self._rate)[0], self.clock.step
+            now = Interval(step=step, frozen=self.frozen, learning_rate=rate, readings=(reading,))
+            self._ask(now)
 
     # --- resuming --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides, as plain data and tensors."""
-        asked = {"asked": self._asked, "epoch_steps": self._epoch_steps}
-        engine = {**self.parts.state_dict(), **asked} if self.parts else None
+        engine = {**self.parts.state_dict(), "asked": self._asked} if self.parts else None
         return {
+            "schema": STATE_SCHEMA,
             "clock": self.clock.state_dict(),
             "steps": {"has_stepped": self.steps.has_stepped},
             "policy_name": self.training.policy_name,
@@ -301,15 +297,15 @@ class Session:
         Clock(None).load_state_dict(state["clock"])
         cut = Cut.from_dict(engine["cut"]) if engine else None
         self.training.check_state(state, cut)
+        epoch_steps = engine["epoch_steps"] if engine else None
         if cut is None and self.parts is not None:  # back to before its first step
-            cut = self.parts.cut
+            cut, epoch_steps = self.parts.cut, self.parts.epoch_steps
         if state["has_ended"] and not self._has_ended:
             self._end("it had ended in the run that goes on here")
         elif cut is not None and not self._has_ended:
-            epoch_steps = engine["epoch_steps"] if engine else self._epoch_steps
             wrapper = ddp.find_wrapper(self.training.given)
             self._install(make_parts(self.training, cut, wrapper, epoch_steps, engine))
-            self._epoch_steps, self._asked = epoch_steps, engine["asked"] if engine else -1
+            self._asked = engine["asked"] if engine else -1
         self.clock.load_state_dict(state["clock"])
         self.steps.has_stepped = bool(state["steps"]["has_stepped"])
         self.recorder.step, self.status = self.clock.step, status
@@ -323,9 +319,10 @@ class Session:
             self._first.close()
             self._first = None
         if engine is not None:
-            parts.restore(engine, self.clock)
-            parts.prepare(self.clock, self.status)
-            self._follow_depth(parts)
+            parts.applier.restore(engine["frozen"], detaches=engine["detaches"])
+            parts.prepare(self.clock, self.status, engine["evaluator"])
+            if self._cache is not None:
+                parts.move_cache(self._cache, self.clock, self.status.window)
         if self._asked < 0 or parts.policy.wants.next_step(self._asked) <= self.clock.step:
             self._act()  # the state was taken while this was being decided
 
@@ -353,8 +350,12 @@ class Session:
             if not isinstance(error, (FreezingEndedError, UnsupportedModelError, ConfigError)):
                 self.recorder.fault(what, error)
                 reason = f"{what} failed ({type(error).__name__}: {error})"
+
+            def fail() -> None:  # in an exchange, so that the other processes end freezing too
+                raise FreezingEndedError(reason)
+
             with suppress(RankError, LostError, FreezingEndedError):
-                self._together(partial(_fail, reason))
+                self._together(fail)
             self._end(reason)
 
     def _end(self, reason: str) -> None:
@@ -366,29 +367,22 @@ class Session:
 
     def _release(self) -> None:
         """Thaw everything and let go of what was made for the cut."""
-        parts = self.parts
-        self._try(partial(finish, self.training.model))
-        if parts is not None:
-            self._try(parts.applier.close)
-            if parts.evaluation is not None:
-                self._try(partial(parts.evaluation.close, for_good=self._has_ended))
+        actions: list[Callable[[], object]] = [partial(finish, self.training.model)]
+        if self.parts is not None:
+            actions.append(self.parts.applier.close)
+            if self.parts.evaluation is not None:
+                actions.append(partial(self.parts.evaluation.close, for_good=self._has_ended))
+        if self._has_ended:
+            held = (self._first, self._cache, self.training.compilation)
+            actions += [part.close for part in held if part is not None]
+        for action in actions:
+            try:
+                action()
+            except Exception as error:
+                self.recorder.fault("leaving the model as it was found", error)
         self.parts = None  # last, so that a second call finishes what was interrupted
         if self._has_ended:
-            for part in (self._first, self._cache, self.training.compilation):
-                if part is not None:
-                    self._try(part.close)
             self._first = self._cache = None
-
-    def _try(self, action: Callable[[], object]) -> None:
-        """Do a part of leaving the model as it was found; the others follow, whatever fails."""
-        try:
-            action()
-        except Exception as error:
-            self.recorder.fault("leaving the model as it was found", error)
 
     def _rate(self) -> float:
         return self.training.learning_rate(self.modules)
-
-
-def _fail(reason: str) -> None:
-    raise FreezingEndedError(reason)

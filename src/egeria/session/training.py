@@ -12,7 +12,7 @@ from torch import nn
 
 from egeria.config import Config
 from egeria.distributed import ddp, fsdp2
-from egeria.distributed.ranks import is_initialized, together, world_size
+from egeria.distributed.ranks import is_initialized, together
 from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.journal import Recorder
@@ -48,7 +48,6 @@ class Training:
     rule_name: str
     total_steps: int | None
     recorder: Recorder
-    environment: dict[str, Any]  # what the journal says of the machine and the data
     compilation: Compilation | None = None  # what compiling costs; None where nothing is compiled
     is_pretrained: bool = False  # whether the weights, or most, come from an earlier training
 
@@ -63,13 +62,17 @@ class Training:
         """The type of device that the model is on."""
         return next((entry.device.type for entry in self.model.parameters()), "cpu")
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def learning_rate(self, modules: Sequence[LayerModule]) -> float:
         """Return the largest rate of the groups that train what may freeze, else of all groups."""
         named = self.named()
         own = {id(named.get(name)) for module in modules[:-1] for name in module.parameters}
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        fitting = [group for group in groups if any(id(entry) in own for entry in group["params"])]
-        return max(float(group.get("lr") or 0.0) for group in fitting or groups)
+        fitting = [g for g in self.groups if any(id(entry) in own for entry in g["params"])]
+        return max(float(group.get("lr") or 0.0) for group in fitting or self.groups)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return all parameters by all of their names."""
@@ -87,18 +90,17 @@ class Training:
             return
         missing = {name for module in cut.modules for name in module.parameters} - own.keys()
         trained = {name for name, entry in own.items() if entry.requires_grad}
-        added = trained.difference(state["engine"]["parameters"])
-        if missing or added:
+        if odd := missing or trained.difference(state["engine"]["parameters"]):
             has = "has" if missing else "does not have"
             raise StateError(
                 f"A run's state fits its own model, found that of another model, which {has} "
-                f"{', '.join(sorted(missing or added)[:3])}. Attach the model it was saved from."
+                f"{', '.join(sorted(odd)[:3])}. Attach the model it was saved from."
             )
         cut_by, settings = state["engine"]["cut_by"], asdict(self.config.modules)
         if cut_by != settings:
             raise StateError(
-                f"A run keeps the layer modules that it began with, cut by modules={cut_by}, found "
-                f"{settings}. Give those, or load the model and the optimizer alone."
+                f"A run keeps its layer modules, cut by modules={cut_by}, found {settings}. Give "
+                "those, or load the model and the optimizer alone."
             )
 
 
@@ -109,15 +111,24 @@ class FreezingEndedError(Exception):
 class FirstStep:
     """Watches the user's own passes from `attach` to the first update, and cuts the model then.
 
-    With several optimizers the cut comes when each of them has come to its first step: only then
-    is it known which parameters train. A compiled model runs eagerly until then, since hooks do not
-    fire in compiled code.
+    With several optimizers that is the first step of the last of them: only then is it known which
+    parameters train. A compiled model runs eagerly until then, since hooks do not fire in its code.
+
+    Raises:
+        FreezingEndedError: the model or an optimizer is declined.
+        ConfigError: `modules.pattern` matches nothing in the model.
     """
 
     def __init__(self, training: Training) -> None:
-        self._training = training
-        self._pieces = find_pieces(training.model, training.config.modules.pattern)
-        self.watch = Watch(training.model, self._pieces)
+        if refusal := reason_to_decline(training.given, training.optimizers):
+            raise FreezingEndedError(refusal)
+        pattern = training.config.modules.pattern
+        try:
+            self._pieces = find_pieces(training.model, pattern)
+        except UnsupportedModelError as error:
+            kind = FreezingEndedError if pattern is None else ConfigError
+            raise kind(str(error)) from error
+        self._training, self.watch = training, Watch(training.model, self._pieces)
         # DistributedDataParallel around the model; None where there is none, or not yet.
         self.wrapper = ddp.find_wrapper(training.given)
         self._seen: set[str] = set()
@@ -138,41 +149,29 @@ class FirstStep:
         sweep(self._training.model, self)
 
     def comes_to(self, number: int, num_calls: int) -> bool:
-        """Note which gradients an optimizer's step has; return whether all have stepped by now.
-
-        One ahead of any pass and any call of `run.step` is none: `torch.distributed.checkpoint`
-        steps an optimizer to make its state.
-
-        Raises:
-            FreezingEndedError: one of the optimizers has made many steps, and another none. What is
-                watched meanwhile takes memory.
-        """
+        """Note which gradients an optimizer's step has; return whether all have stepped by now."""
         if self.watch.is_empty and not num_calls:
-            return False
+            return False  # `torch.distributed.checkpoint` steps an optimizer to make its state
         self._num_updates[number] += 1
-        if self._num_updates[number] > CHECKED_CALLS:
+        if self._num_updates[number] > CHECKED_CALLS:  # what is watched meanwhile takes memory
             raise FreezingEndedError(NO_STEP)
         groups = self._training.optimizers[number].param_groups
-        own = {id(p) for group in groups for p in group["params"] if p.grad is not None}
+        own = {entry for g in groups for entry in g["params"] if entry.grad is not None}
         named = self._training.model.named_parameters()
-        self._seen |= {name for name, entry in named if id(entry) in own}
+        self._seen |= {name for name, entry in named if entry in own}
         return all(self._num_updates) and bool(self._seen)
 
     def cut(self) -> tuple[Cut, int | None]:
-        """Cut the model, alike on all ranks, and watch no more.
+        """Return the cut, alike on all ranks, and the steps of an epoch, None where not known.
 
-        Returns:
-            The cut, and the optimizer steps of an epoch, None where they are not known.
-
-        Raises:
-            FreezingEndedError: nothing can be frozen.
+        Raises FreezingEndedError where nothing can be frozen.
         """
         self.close()
         if torch._C._current_graph_task_id() != -1:
             raise FreezingEndedError(IN_BACKWARD)
-        training = self._training
+        training, watch = self._training, self.watch
         # by what ran on each of them, in the order of the first
-        views = together(lambda: (list(self.watch.order), self._seen))
+        views = together(lambda: (list(watch.order), self._seen))
         order = [name for name in views[0][0] if all(name in view[0] for view in views)]
         seen = set.intersection(*(view[1] for view in views))
         self._decline_dropped(order)
@@ -180,22 +179,19 @@ class FirstStep:
         settings = settings_of_cut(given, is_pretrained=training.is_pretrained)
 
         def read() -> Cut:
-            if self.watch.failure:
-                raise UnsupportedModelError(self.watch.failure)
-            model, watch = training.model, self.watch
-            modules = make_modules(model, watch=watch, order=order, seen=seen, **settings)
-            groups = [group for o in training.optimizers for group in o.param_groups]
-            trained = {entry for group in groups for entry in group["params"]}
-            return read_graph(model, modules, watch, trained)
+            if watch.failure:
+                raise UnsupportedModelError(watch.failure)
+            modules = make_modules(training.model, watch=watch, order=order, seen=seen, **settings)
+            trained = {entry for group in training.groups for entry in group["params"]}
+            return read_graph(training.model, modules, watch, trained)
 
         cut = Cut.combine(together(read))
-        is_sharded = fsdp2.is_sharded(training.model)
-        reason = "" if is_sharded or world_size() == 1 else ddp.refuse(self.wrapper) or ""
-        if not reason and sum(cut.trainable) < 2:
-            reason = "fewer than two layer modules received a gradient in the first step"
-        length, calls = length_of(training.loader), max(1, self.watch.num_calls)
-        found = together(lambda: (reason, length and math.ceil(length / calls)))
-        if reason := next(filter(None, (reason for reason, _ in found)), ""):
+        refusal = None if fsdp2.is_sharded(training.model) else ddp.refuse(self.wrapper)
+        if refusal is None and sum(cut.trainable) < 2:
+            refusal = "fewer than two layer modules received a gradient in the first step"
+        length, calls = length_of(training.loader), max(1, watch.num_calls)
+        found = together(lambda: (refusal, length and math.ceil(length / calls)))
+        for reason in filter(None, (reason for reason, _ in found)):
             raise FreezingEndedError(reason)
         return cut, found[0][1]
 
@@ -212,19 +208,3 @@ class FirstStep:
 
     def _look_for_wrapper(self, model: nn.Module, *_: Any) -> None:
         self.wrapper = self.wrapper or ddp.find_wrapper(model)
-
-
-def begin_watch(training: Training) -> tuple[FirstStep | None, str]:
-    """Return what watches a training until its first update; None with the reason if declined.
-
-    Raises:
-        ConfigError: `modules.pattern` matches nothing in the model.
-    """
-    if refusal := reason_to_decline(training.given, training.optimizers):
-        return None, refusal
-    try:
-        return FirstStep(training), ""
-    except UnsupportedModelError as error:
-        if training.config.modules.pattern is not None:
-            raise ConfigError(str(error)) from error
-        return None, str(error)
