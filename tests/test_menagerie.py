@@ -132,7 +132,7 @@ def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_refused(tmp_p
     modules, checkpoint = first.run.modules, first.save()
     settings = {**INLINE["config"], "modules": {"pattern": "|".join(modules[i].tap for i in (0, -1))}}
     second = Loop(SPECIMENS["residual"], {**INLINE, "config": settings, "directory": tmp_path / "second"})
-    with pytest.raises(StateError, match="keeps the layer modules that it began with"):
+    with pytest.raises(StateError, match="keeps its layer modules"):
         second.load(checkpoint)
 
 

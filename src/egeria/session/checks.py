@@ -81,10 +81,10 @@ def _unwrap(given: Any) -> Any:
 
 def unwrap_loader(loader: Any) -> Any:
     """Return the user's own loader, without wrappers of frameworks; None where there is none."""
-    loader = _unwrap(loader)
-    is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
-    if loader is None or (is_iterable and not isinstance(loader, (str, bytes, type, nn.Module))):
-        return loader
+    found = _unwrap(loader)
+    is_iterable = hasattr(type(found), "__iter__") or hasattr(type(found), "__getitem__")
+    if found is None or (is_iterable and not isinstance(found, (str, bytes, type, nn.Module))):
+        return found
     raise ConfigError(
         f"loader is what the loop takes its batches from, found {_describe(loader)}. Pass the "
         "DataLoader, or leave it out; a learning-rate scheduler goes to scheduler=..."

@@ -37,13 +37,14 @@ class Steps:
 
     A call without a step in between is a micro-batch. Of several optimizers any step counts.
     `before` is called with an optimizer's number right before its update, until `stop_calling`:
-    behind the closure, if there is one, since that computes the gradients within the step. Of an
-    optimizer without hooks, which is declined, no step is seen.
+    behind the closure, if there is one, since that computes the gradients within the step. With an
+    optimizer that has no hooks, which is declined, each call counts.
     """
 
     def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
         self._optimizers = optimizers
         self._before: Callable[[int], None] | None = before
+        self._counts_all = not all(map(has_hooks, optimizers))
         self.has_stepped = False  # whether an optimizer has stepped since the last call of `take`
         self.num_calls = 0
         self.num_steps = [0] * len(optimizers)  # steps of each optimizer
@@ -67,8 +68,8 @@ class Steps:
     def take(self) -> bool:
         """Return whether an optimizer has stepped since the last call."""
         self.num_calls += 1
-        has_stepped, self.has_stepped = self.has_stepped, False
-        return has_stepped
+        counts, self.has_stepped = self.has_stepped or self._counts_all, False
+        return counts
 
     @property
     def calls_missing(self) -> str:
