@@ -142,7 +142,7 @@ class Ahead:
     ("loader", "is_ahead"),
     [(drawn_first, True), (drawn_one_by_one, False), (drawn_at_the_end, False)],
 )
-@pytest.mark.parametrize("ends_early", [False, True])
+@pytest.mark.parametrize("ends_early", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_order_of_batches_stays_also_where_an_epoch_is_left_early(
     loader, is_ahead, ends_early, tmp_path, monkeypatch
 ):

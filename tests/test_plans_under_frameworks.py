@@ -145,10 +145,12 @@ KINDS = {
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "compiled by aot_eager": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }
+SLOW = pytest.param("compiled by aot_eager", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_trainer(options, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [*list(KINDS)[:-1], SLOW])
+def test_trainer(kind, tmp_path, monkeypatch):
+    options = KINDS[kind]
     monkeypatch.setattr("egeria.model.compile.Compilation.repays", lambda *_: None)  # a model so small never does
     torch.compiler.reset()
     by_hand, total = by_trainer(tmp_path / "by hand", TrainerByHand(), **options)
