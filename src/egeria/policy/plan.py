@@ -115,8 +115,8 @@ def draw_up(
         pretrained: whether the weights come from an earlier training.
         adaptive: whether the optimizers scale each parameter's steps, as Adam does. Steps of SGD
             are as long as gradients, and a head that fits leaves the body small ones (record 0048).
-        batch_norm: whether the model has batch normalisation: once it trains again, its features
-            change under a last layer module that trained alone (record 0049).
+        batch_norm: whether the model has batch normalisation. Such networks lost accuracy when
+            the last layer module trained alone (record 0049); why is not known (record 0050).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
