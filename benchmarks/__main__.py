@@ -1,7 +1,5 @@
 """The proving ground: trains workloads under rival policies and compares what came of them."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import signal

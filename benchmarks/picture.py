@@ -3,8 +3,6 @@
 python -m benchmarks.picture --record RECORD --workload bert-sst2 --policy default --out docs/pictures
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from html import escape

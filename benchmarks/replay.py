@@ -1,7 +1,5 @@
 """Replaying the paper's policy: what recorded intervals and readings lead to now, against what was decided then."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

@@ -29,6 +29,8 @@ from egeria.events import ModuleFrozen, Thawed
 NUM_CLASSES, TEST_SHARE, BATCH = 5, 0.25, 64
 NOISE = 0.8
 """Standard deviation of the noise; pixels are from -1 to 1. Without noise every network makes almost no mistakes."""
+NOISES, TESTS = 8, 3
+"""Test images have as many noises each, and tests are made behind so many epochs, the last: 220 images tell little."""
 WIDTHS, BLOCKS_PER_STAGE, GROUPS = (16, 32, 64), 3, 4
 PRETRAINING_EPOCHS, RATE, FINE_TUNING_RATE = 12, 2e-3, 1e-3
 FEWEST_EPOCHS = 4
@@ -87,16 +89,16 @@ def load_digits() -> list[tuple[TensorDataset, TensorDataset]]:
     bunch = datasets.load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     images = functional.interpolate(images, scale_factor=2, mode="bilinear").to(memory_format=torch.channels_last)
-    images = images + NOISE * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    noise = NOISE * torch.randn((NOISES, *images.shape), generator=torch.Generator().manual_seed(0))
     labels = torch.tensor(bunch.target)
     parts = []
     for chosen in (labels < NUM_CLASSES, labels >= NUM_CLASSES):
-        own_images, own_labels = images[chosen], labels[chosen] % NUM_CLASSES
+        own_images, own_labels = (images + noise)[:, chosen], labels[chosen] % NUM_CLASSES
         order = torch.randperm(len(own_labels), generator=torch.Generator().manual_seed(0))
         test, train = order.split([int(len(order) * TEST_SHARE), len(order) - int(len(order) * TEST_SHARE)])
-        parts.append(
-            (TensorDataset(own_images[train], own_labels[train]), TensorDataset(own_images[test], own_labels[test]))
-        )
+        test_images, test_labels = own_images[:, test].flatten(0, 1), own_labels[test].repeat(NOISES)
+        training = TensorDataset(own_images[0, train], own_labels[train])
+        parts.append((training, TensorDataset(test_images, test_labels)))
     return parts
 
 
@@ -109,7 +111,7 @@ def fit(
     epochs: int,
     directory: Path | None = None,
 ) -> list[float]:
-    """Train a model; return the test accuracy after each epoch.
+    """Train a model; return the test accuracy after each of the last epochs.
 
     Args:
         model: it is trained in place.
@@ -128,7 +130,7 @@ def fit(
     if directory is not None:
         run = egeria.attach(model, optimizer, loader, **more)  # egeria
     accuracies = []
-    for _ in range(epochs):
+    for epoch in range(epochs):
         model.train()
         for images, labels in loader:
             loss = functional.cross_entropy(model(images), labels)
@@ -138,9 +140,10 @@ def fit(
             optimizer.zero_grad()
             if run is not None:
                 run.step(loss)  # egeria
-        accuracies.append(accuracy_of(model, data[1]))
-        if run is not None:
-            run.log(accuracy=accuracies[-1])
+        if epoch >= epochs - TESTS:
+            accuracies.append(accuracy_of(model, data[1]))
+            if run is not None:
+                run.log(accuracy=accuracies[-1])
     if run is not None:
         run.close()
     return accuracies
@@ -170,14 +173,14 @@ def fine_tune(pretrained: nn.Module, data: Any, *, seed: int, epochs: int, direc
     begin, begin_cpu = time.perf_counter(), time.process_time()
     accuracies = fit(model, data, rate=FINE_TUNING_RATE, seed=seed, epochs=epochs, directory=directory)
     wall_s, cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
-    return Outcome(statistics.fmean(accuracies[-3:]), wall_s, cpu_s)
+    return Outcome(statistics.fmean(accuracies), wall_s, cpu_s)
 
 
 def main() -> None:
     """Fine-tune with each seed without egeria and with it; print both results and where the reports are."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
-    parser.add_argument("--epochs", type=int, default=24, help="epochs of a run (default 24)")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of a run (default 20)")
     parser.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="for journals and reports")
     options = parser.parse_args()
     if options.seeds < 1 or options.epochs < FEWEST_EPOCHS:

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "egeria"
@@ -126,12 +121,13 @@ def _events() -> str:
         "A journal is a file of lines, each an event as JSON. `egeria.read_journal` gives these.",
         "",
     ]
-    for event in _classes(SOURCE / "events.py"):
+    path = SOURCE / "events.py"
+    for event in _classes(path):
         kind = next((word.value.value for word in event.keywords if word.arg == "kind"), None)
         if kind is None:
             continue
         lines += [f"## {event.name}", "", f"`{kind}`. {_paragraph(ast.get_docstring(event) or '')}", ""]
-        fields = [f"- `{name}` {_paragraph(text)}".rstrip() for name, _, text in _fields(event)]
+        fields = [f"- `{name}` {_paragraph(text)}".rstrip() for name, text in _commented(event, path)]
         lines += [*fields, ""] if fields else []
     return "\n".join(lines)
 
@@ -253,6 +249,14 @@ def _fields(group: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None, str]]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             yield node.target.id, node.value, str(after.value.value) if said else ""
+
+
+def _commented(group: ast.ClassDef, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a class, with the comment behind each."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for node in group.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, lines[node.lineno - 1].partition("  # ")[2]
 
 
 def _paragraph(text: str) -> str:

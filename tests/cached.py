@@ -1,7 +1,5 @@
 """Training loops with the activation cache, and the same without, for tests to compare."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -48,7 +46,7 @@ class Vectors(Dataset):
 class Block(nn.Module):
     """A residual block; its passes are counted by its identity."""
 
-    calls: ClassVar[WeakKeyDictionary[Block, int]] = WeakKeyDictionary()
+    calls: ClassVar["WeakKeyDictionary[Block, int]"] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,12 +138,12 @@ class Training:
             while len(self.losses) < num_steps and (batch := next(self.batches, None)) is not None:
                 self.step(*batch)
 
-    def finish(self) -> Training:
+    def finish(self) -> "Training":
         """Train to the end, close, and see that nothing is left on the model and the loader."""
         self.advance_to(EPOCHS * EPOCH + 1000)
         return self.close()
 
-    def close(self) -> Training:
+    def close(self) -> "Training":
         """Close, and see that nothing is left on the model and the loader."""
         with self.noting():
             self.run.close()

@@ -1,7 +1,5 @@
 """What `egeria modules tests:…` is pointed at: callables that return a model, and some that do not."""
 
-from __future__ import annotations
-
 import torch
 from examples.resnet import cifar_resnet
 from torch import nn

@@ -1,7 +1,5 @@
 """What every test starts from."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loops the tests share."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pieces of a toy run for tests, what is wanted of a run, and what a journal tells of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Running a function in the processes of a job, as `torchrun` would start them."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """A controller that reads from a script instead of a reference model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

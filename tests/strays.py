@@ -1,7 +1,5 @@
 """Counting what a run may leave behind: processes, threads, shared memory, semaphores, open files."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """`egeria.advise`: it changes nothing of the training, and says what a plan saves."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

@@ -1,7 +1,5 @@
 """What cannot be skipped, and says why; and what is noticed while rows are served."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

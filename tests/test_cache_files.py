@@ -1,7 +1,5 @@
 """Disks that are full, files that are damaged, killed processes, and rows that are read ahead."""
 
-from __future__ import annotations
-
 import os
 import resource
 from itertools import islice

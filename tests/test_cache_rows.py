@@ -1,7 +1,5 @@
 """Keys, digests, the free memory, the sampler, and the cache in two processes."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -102,25 +100,14 @@ def test_the_tail_of_a_digest_is_cut_at_the_length():
     assert digests(rows[:, :8], [5, 8]).tolist()[0] == first[0] != digests(rows[:, :5]).tolist()[0]
 
 
-@pytest.mark.parametrize(
-    ("mount", "limit", "used", "inactive"),
-    [
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ],
-)
-def test_free_memory_is_what_the_container_leaves(mount, limit, used, inactive, tmp_path):
-    assert free_memory_bytes(tmp_path) == 0 < free_memory_bytes()
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:  800 kB\n")
-    assert free_memory_bytes(tmp_path) == 800 * 1024
-    group = tmp_path / "sys/fs/cgroup" / mount
-    group.mkdir(parents=True)
-    (group / limit).write_text("max\n")
-    (group / used).write_text("100000\n")
-    (group / "memory.stat").write_text(f"anon 7\n{inactive} 50000\nfile 3\n")
-    assert free_memory_bytes(tmp_path) == 800 * 1024, "without a limit"
-    (group / limit).write_text("700000\n")
+def test_free_memory_is_what_the_container_leaves(tmp_path):
+    free = free_memory_bytes(tmp_path)
+    assert free > 1_000_000, "what the machine has, where there is no container"
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100000\n")
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 50000\nfile 3\n")
+    assert free_memory_bytes(tmp_path) > 1_000_000, "without a limit"
+    (tmp_path / "memory.max").write_text("700000\n")
     assert free_memory_bytes(tmp_path) == 650_000
 
 

@@ -1,7 +1,5 @@
 """Law 3 in loops as users write them: training with stored activations is training with computed ones."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

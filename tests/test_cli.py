@@ -1,7 +1,5 @@
 """The command line: what each verb prints, and its exit status when something is wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 

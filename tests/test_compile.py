@@ -1,7 +1,5 @@
 """Freezing under torch.compile: every depth runs compiled, computes the same, and gives torch its settings back."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Settings: their defaults, what each refuses, and the ways in and out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The controller: which one is chosen, how a model reaches it, and what the run makes of its readings."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

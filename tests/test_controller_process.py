@@ -3,8 +3,6 @@
 Each test breaks something for real and counts what is left behind.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

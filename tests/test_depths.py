@@ -1,7 +1,5 @@
 """How deep a model freezes: each output keeps its last gradient, whatever a model returns and however it is called."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

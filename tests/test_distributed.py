@@ -1,7 +1,5 @@
 """Two ranks: what they agree on, what is rebuilt at each change of depth, and what is refused."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Saving and loading with `torch.distributed.checkpoint`: the run goes on as if it had never stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from pathlib import Path

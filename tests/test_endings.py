@@ -1,7 +1,5 @@
 """Early stopping, averages of weights, and loops of Fabric: what becomes of a plan, as docs/frameworks.md says."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

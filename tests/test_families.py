@@ -1,7 +1,5 @@
 """Families of models: each freezes by a plan as by hand, to the last bit; docs/frameworks.md has the table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs of kinds that were reported of other libraries: each trains as by hand, or is declined with the reason."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -401,7 +399,7 @@ def test_modes_behind_a_thaw_are_those_that_the_loop_has_set(act, of_norm, of_dr
 class Calibrated(Chain):
     """Keeps its norms in evaluation by a `train` of its own."""
 
-    def train(self, mode: bool = True) -> Calibrated:
+    def train(self, mode: bool = True) -> "Calibrated":
         super().train(mode)
         for block in self.blocks:
             block.norm.eval()
@@ -606,7 +604,7 @@ class Params4bit(nn.Parameter):
 
     is_packed = False
 
-    def __new__(cls, data: Tensor) -> Params4bit:
+    def __new__(cls, data: Tensor) -> "Params4bit":
         return torch.Tensor._make_subclass(cls, data, False)
 
 

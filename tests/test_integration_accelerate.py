@@ -1,7 +1,5 @@
 """Accelerate: `run.step(loss)` in every iteration of an unchanged loop, after `accelerator.prepare`."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator
@@ -81,7 +79,7 @@ class Loop:
     def batch_loss(self, batch: Any) -> torch.Tensor:
         return functional.cross_entropy(self.model(batch[0]), batch[1])
 
-    def epochs(self, count: int = EPOCHS, begin: int = 0) -> Loop:
+    def epochs(self, count: int = EPOCHS, begin: int = 0) -> "Loop":
         for _ in range(begin, count):
             self.model.train()
             for batch in self.loader:

@@ -1,7 +1,5 @@
 """Lightning: one callback in a Trainer that goes on as ever; what cannot be followed is declined with the reason."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

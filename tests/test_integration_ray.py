@@ -1,7 +1,5 @@
 """Ray Train: a worker that is killed costs nothing but time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

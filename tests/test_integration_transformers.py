@@ -1,7 +1,5 @@
 """Trainer with `callbacks=[EgeriaCallback()]` and nothing else."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

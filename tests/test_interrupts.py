@@ -1,7 +1,5 @@
 """Ctrl-C at any line of the library: the loop goes on or ends, and a second `close` finishes the work."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -37,7 +35,7 @@ class Interrupter:
         self.places = dict[tuple[str, int], list[int]]()
         """For each line when it ran."""
 
-    def __enter__(self) -> Interrupter:
+    def __enter__(self) -> "Interrupter":
         sys.settrace(self._enter)
         return self
 

@@ -1,12 +1,12 @@
 """The journal: what is written is read back, and nothing about a disk ever reaches the training loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import warnings
 from contextlib import contextmanager
+from types import UnionType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,21 +16,21 @@ from egeria import EgeriaWarning, JournalError, events, read_journal
 from egeria.journal import FILE_NAME, Recorder
 
 VALUES = {
-    "int": 3,
-    "float": 0.1 + 0.2,
-    "bool": True,
-    "str": "“line”\nbreak",
-    "list[bool]": [True],
-    "dict[str, float]": {"accuracy": 0.5},
-    "dict[str, Any]": {"plasticity": {"window": 3}},
-    "list[dict[str, Any]]": [{"name": "stem", "share": 0.5}],
+    int: 3,
+    float: 0.1 + 0.2,
+    bool: True,
+    str: "“line”\nbreak",
+    list[bool]: [True],
+    dict[str, float]: {"accuracy": 0.5},
+    dict[str, Any]: {"plasticity": {"window": 3}},
+    list[dict[str, Any]]: [{"name": "stem", "share": 0.5}],
 }
 """By the type of a field."""
 
 
 def example(kind):
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    return kind(**{name: None if "None" in found else VALUES[found] for name, found in fields.items()})
+    return kind(**{name: None if isinstance(found, UnionType) else VALUES[found] for name, found in fields.items()})
 
 
 EXAMPLES = [example(kind) for kind in events.EVENT_TYPES.values()]

@@ -1,7 +1,5 @@
 """Where models are cut: the exact submodules of each layer module, in the order of definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from benchmarks.models.convnets import mobilenet_v2, resnet50

@@ -1,7 +1,5 @@
 """The laws over every model of the menagerie (`tests/laws` has them over eight), and runs that go on elsewhere."""
 
-from __future__ import annotations
-
 import io
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A policy of the user's own under a run, and what `attach` makes of the names of policies."""
 
-from __future__ import annotations
-
 import pytest
 
 from egeria import read_journal

@@ -1,7 +1,5 @@
 """Plans of how many front layer modules are frozen when: their text, what is drawn up, and a run that follows one."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

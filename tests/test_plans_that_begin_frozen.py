@@ -1,7 +1,5 @@
 """The laws again, with a plan that begins with the last layer module alone, then trains all, then freezes the front."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,8 @@
 """A plan that begins frozen, under Trainer, Accelerate and Lightning: to the bit what freezing by hand does there."""
 
-from __future__ import annotations
-
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import egeria
 from egeria.events import Declined, FaultCaught, ModuleFrozen, Resumed, Thawed
 from laws.support import differences
+from ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="egeria[transformers] is not installed")
 accelerate = pytest.importorskip("accelerate", reason="egeria[accelerate] is not installed")
@@ -54,7 +55,7 @@ class Net(nn.Module):
             x = block(x)
         return {"loss": functional.cross_entropy(self.head(x), labels)}
 
-    def train(self, mode: bool = True) -> Net:
+    def train(self, mode: bool = True) -> "Net":
         super().train(mode)
         for block in self.blocks[: self.still]:
             block.eval()
@@ -133,7 +134,7 @@ def by_trainer(folder, callback, *, epoch=0, **options):
         optimizers=(sgd(net.parameters()), None),
         callbacks=[callback],
     )
-    steps = BATCHES // trainer.args.gradient_accumulation_steps
+    steps = BATCHES // trainer.args.gradient_accumulation_steps // trainer.args.world_size
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{epoch * steps}") if epoch else None)
     return end_of(net, trainer.optimizer), trainer.state.max_steps
 
@@ -189,7 +190,7 @@ class AccelerateByHand:
 def by_accelerate(folder, *, is_ours, accumulation, epoch=0):
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    net, total = new_net(), EPOCHS * BATCHES // accumulation
+    net, total = new_net(), EPOCHS * BATCHES // accumulation // accelerator.num_processes
     model, optimizer, loader = accelerator.prepare(net, sgd(net.parameters()), DataLoader(rows(), batch_size=BATCH))
     if is_ours:
         given = {"total_steps": total, "config": CONFIG, "directory": folder / "run"}
@@ -272,3 +273,40 @@ def test_lightning(options, tmp_path):
         callback = egeria_lightning.EgeriaCallback(config=CONFIG, directory=tmp_path / "run")
         assert differences(by_hand, by_lightning(tmp_path / "ours", callback, epoch=epoch, **options)[0]) == []
     assert_follows(tmp_path / "run", total)
+
+
+# --- two ranks -------------------------------------------------------------------------------------------------------
+
+
+def trainer_on_ranks(folder, epoch):
+    return by_trainer(folder, egeria_transformers.EgeriaCallback(CONFIG), epoch=epoch, ddp_backend="gloo")[0]
+
+
+def accelerate_on_ranks(folder, epoch):
+    return by_accelerate(folder, is_ours=True, accumulation=1, epoch=epoch)
+
+
+def lightning_on_ranks(folder, epoch):
+    strategy = pl.strategies.DDPStrategy(process_group_backend="gloo", find_unused_parameters=False)
+    callback = egeria_lightning.EgeriaCallback(config=CONFIG, directory=folder / "run")
+    return by_lightning(folder, callback, epoch=epoch, strategy=strategy, devices=2)[0]
+
+
+def go_on_at_each_stop(folder: str, train) -> tuple[dict, list]:
+    """Train on a rank in one go and from two checkpoints; return the end, and where the others differ from it."""
+    as_by_torchrun = pytest.importorskip("test_integration_accelerate").as_by_torchrun
+    with as_by_torchrun():
+        os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+        end = train(Path(folder), 0)
+        return end["model"], [difference for e in STOPS for difference in differences(end, train(Path(folder), e))]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("train", [trainer_on_ranks, accelerate_on_ranks, lightning_on_ranks])
+def test_two_ranks_go_on_as_if_never_stopped(train, tmp_path):
+    (end, differing), (other, differs) = run_ranks(go_on_at_each_stop, str(tmp_path), train)
+    assert differing == differs == []
+    weights = [name for name in end if "running" not in name]
+    assert differences({name: end[name] for name in weights}, {name: other[name] for name in weights}) == []
+    assert_follows(tmp_path / ("egeria" if train is trainer_on_ranks else "run"), EPOCHS * BATCHES // 2)

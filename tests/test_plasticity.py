@@ -1,7 +1,5 @@
 """The SP loss against hand-worked numbers and against the same formula in double precision."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

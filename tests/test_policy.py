@@ -1,7 +1,5 @@
 """Algorithm 1 against a worked example, and what it promises whatever the readings are."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Whether a model came trained, and what follows from it: how it is cut, and that it is frozen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What the bench computes, against examples worked by hand."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs in pieces: what is stopped, killed or spoilt part-way goes on as if nothing had happened, or begins anew."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

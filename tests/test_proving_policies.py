@@ -1,7 +1,5 @@
 """What may stand behind `--policy`."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.proving import RefusedError
 from benchmarks.proving.policies import parse_policies, parse_policy

@@ -1,7 +1,5 @@
 """The rivals, each against an example by hand, and what they do to a model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

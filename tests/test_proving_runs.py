@@ -1,7 +1,5 @@
 """The bench from its command line to its record, on a toy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

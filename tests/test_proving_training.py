@@ -1,7 +1,5 @@
 """One training run of the bench."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

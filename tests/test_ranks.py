@@ -1,7 +1,5 @@
 """Two ranks that train through `attach`: wherever the wrapper comes from, and whatever goes wrong on one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -342,6 +340,22 @@ def test_what_cannot_be_followed_trains_on_unfrozen(how):
         assert set(depths) == {0}
         assert (left, hooks) == ([], 0)
     assert DECLINED[how] in first[2] and second[2] == "", "the first rank tells"
+
+
+def joined_later():
+    training = Training("after")
+    depths, _ = training.train(0, 8)
+    with training.called.join():
+        depths += training.train(8, STEPS - _rank())[0]
+    return training.answer(depths)
+
+
+def test_nothing_freezes_or_thaws_from_where_ranks_cannot_meet_any_more():
+    first, second = run_ranks(joined_later)
+    for depths, _, _, left, hooks in (first, second):
+        assert set(depths[:5]) == {2} and set(depths[6:]) == {0}
+        assert (left, hooks) == ([], 0)
+    assert "freezing and thawing any further" in first[2] and "`join()`" in first[2]
 
 
 # --- fully_shard ----------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """What the README shows runs as it stands, and so do the examples and benchmarks."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

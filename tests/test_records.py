@@ -1,7 +1,5 @@
 """Micro benchmarks on small models, and the archives of older records."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

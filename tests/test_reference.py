@@ -1,7 +1,5 @@
 """The reference model: how close each number format is, which one is taken, and what is left as it was."""
 
-from __future__ import annotations
-
 import copy
 import random
 import sys

@@ -1,14 +1,12 @@
 """Models, wrappers and optimizers that cannot be frozen: each is recognised before anything is touched."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 from torch import nn
 
-from egeria.distributed.refuse import reason_to_decline
+from egeria.session.checks import reason_to_decline
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),

@@ -1,7 +1,5 @@
 """The report: numbers worked out by hand, and a page that holds whatever the journal holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import html.parser
 import math
@@ -192,7 +190,6 @@ def test_frozen_and_skipped_shares(tmp_path):
         (50, 2, 0.4),
         (60, 0, 0.0),
     ]
-    assert summary.mean_parameter_share == pytest.approx((20 * 0.1 + 10 * 0.4) / 75)
     assert summary.skipped_share == pytest.approx(2 / 3 * (20 * 0.5 + 10 * 0.8) / 75)
     assert [summary.steps_frozen(module) for module in range(3)] == [30, 10, 0]
     assert summary.frozen == 0
@@ -281,7 +278,6 @@ def test_without_unfrozen_intervals_their_time_is_computed_from_the_shares_of_la
     made = report(write(tmp_path, course))
     assert made.summary.wall.unfrozen_iteration_s == (unfrozen_s and pytest.approx(unfrozen_s))
     assert (made.summary.first_step, made.summary.step) == (500, 520)
-    assert made.summary.mean_parameter_share == pytest.approx(0.1)
     assert ("is computed" if unfrozen_s else "not known") in str(made) and "begins at step 500" in str(made)
     page_of(made)
 

@@ -1,7 +1,5 @@
 """What a run shows of itself while it goes on, and the notices that it gives once."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a user of `attach` and `Run` would notice."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

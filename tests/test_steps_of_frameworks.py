@@ -1,7 +1,5 @@
 """What frameworks wrap, step with a closure or accumulate is followed as in a loop of one's own."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What experiment trackers receive of a run: the real ones, read back, and anything that is called like them."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

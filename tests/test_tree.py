@@ -1,7 +1,5 @@
 """Nested tensors: what comes out is what went in, but for the tensors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each workload of the proving ground, from the command line to a comparison, in its smallest tier."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

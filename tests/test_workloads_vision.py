@@ -1,7 +1,5 @@
 """The vision workloads: what is read, how it is cropped, what is judged, and that a setting fixes a run."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from zipfile import ZipFile

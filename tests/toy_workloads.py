@@ -1,7 +1,5 @@
 """Workloads of seconds for the tests of the bench; their data are made up."""
 
-from __future__ import annotations
-
 import os
 
 import torch

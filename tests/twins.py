@@ -1,7 +1,5 @@
 """Trainings in pairs: one that egeria freezes, and one whose author freezes the same layers by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +49,7 @@ class Twin:
         self.depths = list[tuple[int, int]]()
         """For each step how many layer modules were frozen in its updates, and for the next one."""
 
-    def attach(self, directory: Any, **given: Any) -> Twin:
+    def attach(self, directory: Any, **given: Any) -> "Twin":
         """Attach egeria, and note what it freezes."""
         self.run: Any = egeria.attach(
             self.model, self.optimizers, total_steps=self.num_steps, directory=directory, **given
@@ -59,7 +57,7 @@ class Twin:
         self.optimizers[-1].register_step_pre_hook(self._look)  # behind those of the library
         return self
 
-    def train(self) -> Twin:
+    def train(self) -> "Twin":
         """Train to the end."""
         while self.number < self.num_steps:
             self.begin()

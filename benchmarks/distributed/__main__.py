@@ -3,8 +3,6 @@
 python -m benchmarks.distributed [--subjects resnet56,bert] [--rounds 4] [--rate 200] [--record RECORD]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Two hosts on one machine: network namespaces joined by a cable of limited rate. Needs root, and iproute2 on Linux."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One process of a measurement: python -m benchmarks.distributed.replica SUBJECT, with the environment of torchrun."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

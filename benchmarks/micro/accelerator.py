@@ -9,8 +9,6 @@ done all of it. What is saved is 1 less the ratio to the plain turn of the same 
 cache is off.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

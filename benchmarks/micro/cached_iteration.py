@@ -12,8 +12,6 @@ freeze, which fills the store, is not among the rounds: it is told apart. Starte
 together (DistributedDataParallel, samples by `egeria.ShardSampler`), and the first one tells of itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import itertools

@@ -7,8 +7,6 @@ most memory of the process beyond what it held before, in the first step and beh
 gradients, since layer modules are only known behind its backward pass.) Needs Linux.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Comparing two ways of doing the same thing on a noisy machine: in turn, by the ratio of their medians."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

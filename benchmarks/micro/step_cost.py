@@ -9,8 +9,6 @@ and `run.close` are used, so that the same file measures an older checkout. Noth
 `total_steps` is ten times what is measured. Means count what comes only now and then, medians do not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -4,8 +4,6 @@ Attribute names follow common practice (`conv1`, `bn1`, `layer1`, …, `features
 test or an example says about them carries over to other definitions of the same networks.
 """
 
-from __future__ import annotations
-
 import math
 
 from examples.resnet import initialise

@@ -1,7 +1,5 @@
 """Segmentation networks from the literature: DeepLabv3, DeepLabv3+ and U-Net."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal

@@ -1,7 +1,5 @@
 """Finding workloads: the registry's, and those of modules that the command line names."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 

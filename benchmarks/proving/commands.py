@@ -1,7 +1,5 @@
 """The verbs of `python -m benchmarks`."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ its optimizer step under 'step', and whatever else it has. Kinds that the reader
 over, so that archives of versions that were never released stay readable.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

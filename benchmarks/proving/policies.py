@@ -5,11 +5,9 @@ the policy itself ([policy] in TOML), `group.key` one of another group. A `+` in
 `plan:plan=0.54:2+0.79:3` needs no quotes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
-import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +15,6 @@ from typing import Any
 
 from benchmarks.proving import RefusedError
 from benchmarks.rivals import PLAIN, RIVALS, check_rival
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover (the standard library has it from 3.11)
-    import tomli as tomllib
 
 DEFAULT = "default"
 PLANS = ("plan", "static")

@@ -3,8 +3,6 @@
 A rival may use the library's cut into layer modules, but decides, measures and freezes by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

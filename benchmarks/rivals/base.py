@@ -1,7 +1,5 @@
 """What all rivals share: options, the loop's calls, a frozen front that the journal tells of, intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What people do by hand to train less: the last layers only, another half in each epoch, or fewer steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -8,8 +8,6 @@ rate, each time the validation has not become better for three epochs. The train
 more are given with `--epochs`. Written down: the judge's quality, CPU time, and the parameters in training by epoch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """FreezeOut: freezes at times given in advance."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

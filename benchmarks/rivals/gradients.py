@@ -1,7 +1,5 @@
 """AutoFreeze: freezes by how much gradients change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

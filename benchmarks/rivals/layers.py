@@ -1,7 +1,5 @@
 """The layer modules of a model in a plain loop: the cut of the library, and freezing a front of them by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Mixed precision: autocast to bfloat16, on processors that have instructions for it."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

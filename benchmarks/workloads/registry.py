@@ -1,7 +1,5 @@
 """All workloads by name."""
 
-from __future__ import annotations
-
 from benchmarks.workloads import text, vision
 from benchmarks.workloads.workload import Workload
 

@@ -1,7 +1,5 @@
 """What the bench trains: a model, its data, its recipe, and how the result is judged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What freezing would do to a training: `plan` says what, `advise` measures what it saves."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -28,14 +26,14 @@ from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
-from egeria.model.cut import is_mostly_trained, make_modules, settings_of_cut
+from egeria.model.cut import make_modules, settings_of_cut
 from egeria.model.hooks import copies_of_computed
 from egeria.moves import read_plan, resolve, wrong_plan
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.text import mebibytes, percent
 from egeria.session import Run, attach
-from egeria.session.checks import read_config, unwrap_loader
+from egeria.session.checks import is_pretrained, read_config, unwrap_loader
 from egeria.session.clock import Seconds
 from egeria.session.training import facts_of
 
@@ -51,11 +49,9 @@ class DepthCost:
     """What one iteration costs with the front `depth` layer modules frozen."""
 
     depth: int
-    iteration_s: float
-    """Wall-clock seconds: forward pass, backward pass, `optimizer.step()` and `zero_grad()`."""
+    iteration_s: float  # by the wall clock, from the forward pass to `zero_grad()`
     cpu_s: float
-    peak_bytes: int | None
-    """Most CUDA memory in use, without what was in use before the copy was made; else None."""
+    peak_bytes: int | None  # most CUDA memory beyond what was in use before the copy; else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +171,7 @@ def advise(
     settings = replace(
         settings,
         # Found now, since training changes the normalisation layers.
-        policy=PolicyConfig(pretrained=_is_pretrained(settings, model)),
+        policy=PolicyConfig(pretrained=is_pretrained(settings, model)),
         plasticity=replace(settings.plasticity, interval_steps=SETTLING + TIMED),
         cache=replace(settings.cache, enabled=False),
     )
@@ -203,7 +199,7 @@ def plan(
     """
     settings, optimizers = read_config(config, None, None), _checked(model, optimizer)
     check("total_steps", total_steps, optional(count()))
-    pretrained = _is_pretrained(settings, model)
+    pretrained = is_pretrained(settings, model)
     cut = settings_of_cut(asdict(settings.modules), is_pretrained=pretrained)
     names = [module.name for module in make_modules(model, **cut)]
     facts = facts_of(model, optimizers)
@@ -231,11 +227,6 @@ def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
         "advise takes a torch.nn.Module on the CPU or CUDA with torch optimizers, in one process, "
         f"found {found}. Ask before the model is compiled or wrapped."
     )
-
-
-def _is_pretrained(settings: Config, model: nn.Module) -> bool:
-    given = settings.policy.pretrained
-    return is_mostly_trained(model) if given == "auto" else bool(given)
 
 
 @dataclass(frozen=True)

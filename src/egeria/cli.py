@@ -1,7 +1,5 @@
 """The command `egeria` and its verbs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

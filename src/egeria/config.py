@@ -1,30 +1,21 @@
 """Every setting of a run: groups of them, the rules they keep, and TOML in and out."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import tomli_w
-from typing_extensions import dataclass_transform
 
 from egeria.errors import ConfigError
 from egeria.moves import PLAN_TEXT, wrong_plan
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover (the standard library has it from 3.11)
-    import tomli as tomllib
-
-Rule = Callable[[Any], str]
-"""Returns what a value would have to be; empty where it is that."""
+Rule = Callable[[Any], str]  # returns what a value would have to be; empty where it is that
 Value = TypeVar("Value")
 
 
@@ -263,7 +254,7 @@ class Config:
             require(isinstance(found, group), name, contract, found)
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Config:
+    def from_dict(cls, table: Mapping[str, Any]) -> "Config":
         """Build from nested dictionaries: settings by name, in groups by name."""
         _refuse_unknown("the configuration", table, _GROUPS)
         built: dict[str, Any] = {}
@@ -277,7 +268,7 @@ class Config:
         return cls(**built)
 
     @classmethod
-    def from_toml(cls, text: str) -> Config:
+    def from_toml(cls, text: str) -> "Config":
         """Build from the text of a TOML file."""
         try:
             return cls.from_dict(tomllib.loads(text))
@@ -285,7 +276,7 @@ class Config:
             raise ConfigError(f"The text must be TOML; {error}. Correct that line.") from error
 
     @classmethod
-    def load(cls, path: str | Path) -> Config:
+    def load(cls, path: str | Path) -> "Config":
         """Build from a TOML file."""
         try:
             return cls.from_toml(Path(path).read_text(encoding="utf-8"))
@@ -320,8 +311,8 @@ class Config:
         }
 
 
+# The class of each group of settings by its name.
 _GROUPS: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(Config)}
-"""The class of each group of settings by its name."""
 
 
 def _refuse_unknown(where: str, found: Mapping[str, Any], known: Collection[str]) -> None:

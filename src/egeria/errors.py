@@ -10,7 +10,7 @@ class ConfigError(EgeriaError, ValueError):
 
 
 class UnsupportedModelError(EgeriaError):
-    """The model cannot be cut into layer modules; the message names the reason."""
+    """The model cannot be cut into layer modules, or copied; the message names the reason."""
 
 
 class JournalError(EgeriaError):
@@ -19,10 +19,6 @@ class JournalError(EgeriaError):
 
 class StateError(EgeriaError, ValueError):
     """A state handed to `load_state_dict` does not belong to this run."""
-
-
-class ReferenceModelError(EgeriaError):
-    """The reference model could not be made or run; training continues without a reading."""
 
 
 class UncacheableError(EgeriaError):

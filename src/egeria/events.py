@@ -4,17 +4,12 @@
 of CPU (`cpu_s`) in the training process, unless the name has `controller`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from typing_extensions import dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 SCHEMA_VERSION = 1
-EVENT_TYPES: dict[str, type[Event]] = {}
-"""Every kind of event by its name in the journal."""
+EVENT_TYPES: "dict[str, type[Event]]" = {}  # by their names in the journal
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -39,10 +34,8 @@ class RunStarted(Event, kind="run_started"):
 
     config: dict[str, Any]
     modules: list[dict[str, Any]]
-    trainable: list[bool]
-    """Whether each layer module had any parameter to train."""
-    deepest_freeze: int
-    """The largest number of front modules that may be frozen."""
+    trainable: list[bool]  # whether each layer module had any parameter to train
+    deepest_freeze: int  # the largest number of front modules that may be frozen
     rule: str  # for thaws
     total_steps: int | None
     interval_steps: int
@@ -52,11 +45,9 @@ class RunStarted(Event, kind="run_started"):
 class PlanMade(Event, kind="plan"):
     """How many layer modules are to be frozen from when on."""
 
-    plan: str
-    """Its text, as `attach` takes it; empty where nothing is to be frozen."""
+    plan: str  # its text, as `attach` takes it; empty where nothing is to be frozen
     reason: str
-    skipped_share: float | None
-    """Share of the training's compute that it skips; None where operations cannot be counted."""
+    skipped_share: float | None  # of the training's compute; None where it cannot be counted
 
 
 class MetricLogged(Event, kind="metric"):
@@ -85,20 +76,16 @@ class IntervalMeasured(Event, kind="interval"):
     """One interval of `n` steps: the mean loss, the learning rate and the time of an iteration."""
 
     evaluation: int
-    loss: float | None
-    """Mean of the finite training losses; None where there was none."""
+    loss: float | None  # mean of the finite training losses; None where there was none
     num_steps: int
     num_bad_losses: int
     learning_rate: float
     frozen: int
-    iteration_wall_s: float
-    """Median seconds from one step to the next, overhead of egeria excluded."""
+    iteration_wall_s: float  # median seconds from one step to the next, overhead of egeria excluded
     iteration_cpu_s: float
-    overhead_wall_s: float = 0.0
-    """What egeria itself cost in this process so far, as in `RunClosed`."""
+    overhead_wall_s: float = 0.0  # what egeria itself cost here so far, as in `RunClosed`
     overhead_cpu_s: float = 0.0
-    memory_bytes: int | None = None
-    """Most CUDA memory since the depth last changed, which resets torch's peak; None on the CPU."""
+    memory_bytes: int | None = None  # most on CUDA since the depth changed; None on the CPU
 
 
 class PlasticityRead(Event, kind="plasticity"):
@@ -111,8 +98,7 @@ class PlasticityRead(Event, kind="plasticity"):
     smoothed: float
     slope: float | None
     tolerance: float | None
-    stationary: int
-    """Consecutive stationary evaluations so far."""
+    stationary: int  # consecutive stationary evaluations so far
     wall_s: float
     cpu_s: float
     controller_cpu_s: float = 0.0
@@ -148,8 +134,7 @@ class ModuleFrozen(Event, kind="frozen"):
     name: str
     frozen: int
     reason: str
-    parameter_share: float
-    """Share of the trainable parameters that is frozen now."""
+    parameter_share: float  # share of the trainable parameters that is frozen now
 
 
 class DepthRefused(Event, kind="depth_refused"):
@@ -195,11 +180,9 @@ class ControllerChosen(Event, kind="controller"):
 class CacheDecided(Event, kind="cache"):
     """How the frozen forward pass is done from here on."""
 
-    boundary: str
-    """Name of the last frozen layer module."""
+    boundary: str  # name of the last frozen layer module
     generation: int
-    mode: str
-    """'stored' (activations are stored and served) or 'computed'."""
+    mode: str  # 'stored' (activations are stored and served) or 'computed'
     reason: str
 
 
@@ -208,19 +191,14 @@ class CacheUsed(Event, kind="cache_used"):
 
     boundary: str
     generation: int
-    hits: int
-    misses: int
-    """Samples that came from the store, and that were computed."""
-    repeats: int
-    """Samples that were in the store when their batch came, whether they were served or not."""
+    hits: int  # samples that came from the store
+    misses: int  # samples that were computed
+    repeats: int  # samples that were in the store when their batch came, served or not
     batches: int
     size_bytes: int
-    checks: int
-    """Batches whose stored activations were compared with computed ones."""
-    largest_error: float
-    """Of those checks, relative."""
-    damaged: int
-    """Stored samples that could not be read again; they count as misses."""
+    checks: int  # batches whose stored activations were compared with computed ones
+    largest_error: float  # of those checks, relative
+    damaged: int  # stored samples that could not be read again; they count as misses
 
 
 class Declined(Event, kind="declined"):

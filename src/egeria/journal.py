@@ -1,7 +1,5 @@
 """The append-only record of a run: one JSON object a line, and one warning for each refusal."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

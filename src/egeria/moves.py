@@ -1,7 +1,5 @@
 """The text of a plan, such as "0.5:1 0.75:2": checked, read, and resolved to numbers."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -5,8 +5,6 @@ One number for each evaluation, 0 for equal activations, in float32.
 Shape legend: B samples, C channels, H and W pixels, D features.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,10 +27,8 @@ def sp_loss_of_grams(training_BB: Tensor, reference_BB: Tensor) -> Tensor:
     """Return `sp_loss` from the grams of both activations."""
     num_rows = len(training_BB)
     if num_rows != len(reference_BB) or num_rows < 2:
-        raise ValueError(
-            f"The SP loss compares two equal batches of at least 2 samples, found {num_rows} and "
-            f"{len(reference_BB)}. Evaluate both models on the same batch."
-        )
+        found = f"{num_rows} and {len(reference_BB)} samples"
+        raise ValueError(f"The SP loss compares equal batches of 2 samples or more, found {found}")
     difference_BB = _similarities(training_BB) - _similarities(reference_BB)
     return difference_BB.square().sum() / num_rows**2
 

@@ -1,11 +1,8 @@
 """The random states of Python, numpy and torch: kept, seeded, compared."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,32 +17,24 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 @contextmanager
 def kept_random_state(model: nn.Module) -> Iterator[None]:
     """Restore all random states after the block, on the CPU and the model's devices."""
-    before = RandomState.current()
+    restores = restoring_all(model)
     try:
-        with torch.random.fork_rng(devices=accelerators_of(model)):
-            yield
+        yield
     finally:
-        before.set()
+        for restore in restores:
+            restore()
 
 
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """The random states of Python, numpy and torch on the CPU."""
+def random_states() -> tuple[Any, ...]:
+    """Return the states of Python, numpy and torch on the CPU, as plain values."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
-    of_python: Any
-    of_numpy: Any
-    of_torch: Tensor
 
-    @classmethod
-    def current(cls) -> RandomState:
-        """Return the states as they are."""
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
-
-    def set(self) -> None:
-        """Go on from here, so that what draws random numbers draws the same ones again."""
-        random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)
-        torch.set_rng_state(self.of_torch)
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Go on from there, so that what draws random numbers draws the same ones again."""
+    setters: tuple[Any, ...] = random.setstate, np.random.set_state, torch.set_rng_state
+    for set_state, state in zip(setters, states, strict=True):
+        set_state(state)
 
 
 def seed_random_state(model: nn.Module, seed: int) -> None:
@@ -67,6 +56,11 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
     """Return what torch draws from, on the CPU and on the accelerators that a model is on."""
     of_cuda = torch.cuda.default_generators
     return [torch.default_generator, *(of_cuda[index] for index in accelerators_of(model))]
+
+
+def restoring_all(model: nn.Module) -> list[Callable[[], object]]:
+    """Return what gives Python, numpy and torch the random states that they have now."""
+    return [restoring(source) for source in (random, np.random, *generators_of(model))]
 
 
 def restoring(source: Any) -> Callable[[], object]:

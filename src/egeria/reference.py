@@ -1,17 +1,9 @@
 """The reference model: a snapshot of the model in training that its activations are compared with.
 
-::
-
-    reference = Reference(taps, precision="auto", device="cpu")
-    reference.refresh(model, batch, {"layer1": 3e-4})  # now, and after every so many evaluations
-    activation = reference.activation("layer1", batch)
-
 Its number format is float32, bfloat16 or int8. In int8 are, of a convolutional model, the largest
 submodules that can be traced and have no tap inside, with ranges of activations found on a batch;
 of other models the linear layers, which find the range of their input at every call.
 """
-
-from __future__ import annotations
 
 import copy
 import importlib
@@ -27,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from egeria.errors import ReferenceModelError, brief
+from egeria.errors import UnsupportedModelError, brief
 from egeria.events import RungTaken
 from egeria.model.hooks import copies_of_computed, without_watchers
 from egeria.model.passes import Batch, captures, restore_table, undisturbed
@@ -86,7 +78,7 @@ class Reference:
             plasticity: means of the newest readings, by tap.
 
         Raises:
-            ReferenceModelError: the model cannot be copied.
+            UnsupportedModelError: the model cannot be copied.
         """
         is_first, known = self._format is None, plasticity or {}
         self._snapshot, batch = take_snapshot(model, self._device), self._here(batch)
@@ -138,7 +130,7 @@ class Reference:
 
     def _try(
         self, name: str, batch: Batch, plasticity: Mapping[str, float]
-    ) -> tuple[float, Format]:
+    ) -> "tuple[float, Format]":
         """Return the seconds of an evaluation, 0 for a lone format, and the format.
 
         It raises whatever forbids that format, such as an error that is too large at some tap.
@@ -161,11 +153,13 @@ class Reference:
             activation.cpu()  # waits for a GPU
         return time.perf_counter() - begin + build_s / _EVALUATIONS, made
 
-    def _build(self, name: str, batch: Batch | None = None, ranges: Ranges | None = None) -> Format:
+    def _build(
+        self, name: str, batch: Batch | None = None, ranges: Ranges | None = None
+    ) -> "Format":
         assert self._snapshot is not None
         return build(name, self._snapshot, self._taps, batch, ranges or {})
 
-    def _take(self, made: Format, reason: str = "") -> None:
+    def _take(self, made: "Format", reason: str = "") -> None:
         """Take a format for good."""
         before, self._format, self._names = self.precision, made, [made.name]
         self.precision, self.builder = made.name, made.builder
@@ -190,7 +184,7 @@ def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
     Its tensors are made on `device` at once: the model's own device may have no room for them.
 
     Raises:
-        ReferenceModelError: the model cannot be copied, or the copy shares something with it.
+        UnsupportedModelError: the model cannot be copied, or the copy shares something with it.
     """
     memo = copies_of_computed(model)
     for tensor in _tensors_of(model):
@@ -204,7 +198,7 @@ def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
         if not before.isdisjoint(map(id, (*snapshot.modules(), *_tensors_of(snapshot)))):
             raise TypeError("the copy shares modules or weights with the model")
     except Exception as error:
-        raise ReferenceModelError(
+        raise UnsupportedModelError(
             "The reference is a deep copy of the model with modules and weights of its own, which "
             f"{type(model).__name__} does not allow: {error}. Give it a `__deepcopy__` that copies "
             "all of them, or keep what cannot be copied out of its attributes."

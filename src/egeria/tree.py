@@ -3,8 +3,6 @@
 A *tree* is a tensor, a container of trees, or any other value, which stays as it is.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
@@ -122,16 +120,9 @@ def take_rows(tree: Tree, count: int) -> Tree:
 
     They do where the batch shares a mask: a wrong cut would change what the model computes.
     """
-    rows = num_rows(tree)
-    if rows is None or rows <= count:
-        return tree
-    return map_tensors(lambda tensor: tensor[:count], tree)
-
-
-def num_rows(tree: Tree) -> int | None:
-    """Return the number of rows that all tensors agree on, or None."""
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in leaves(tree)}
-    return sizes.pop() if len(sizes) == 1 else None
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in leaves(tree)}
+    is_cut = len(sizes) == 1 and max(sizes) > count
+    return map_tensors(lambda tensor: tensor[:count], tree) if is_cut else tree
 
 
 def is_plain(value: Any) -> bool:

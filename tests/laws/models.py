@@ -1,7 +1,5 @@
 """The eight models, each small and each chosen for one property, and what the laws have to know of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

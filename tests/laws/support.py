@@ -1,7 +1,5 @@
 """The loops that the laws compare, and the few places where they touch what the library may word anew."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Laws 4 and 7: freezing and thawing do what a loop would do by hand, and leave nothing behind."""
 
-from __future__ import annotations
-
 import pytest
 
 from laws.models import each_that_freezes

@@ -1,7 +1,5 @@
 """Law 3: training with outputs of the frozen front from a cache is training with computed ones, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset

@@ -1,7 +1,5 @@
 """Laws 2 and 8: what the paper's rule decides, whoever reads the plasticity for it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Law 1: attached but never freezing is the plain loop, bit for bit; so is the loop of a model that is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from egeria import EgeriaWarning

@@ -1,7 +1,5 @@
 """Law 5: a run that is stopped and resumed is one that was never stopped."""
 
-from __future__ import annotations
-
 import pytest
 
 from laws.models import each_model

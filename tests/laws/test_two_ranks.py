@@ -1,7 +1,5 @@
 """Law 6: one rank and two ranks decide alike, and two always have the same weights."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 

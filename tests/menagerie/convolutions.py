@@ -1,7 +1,5 @@
 """Convolutional beasts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -124,7 +122,7 @@ def stochastic_depth() -> nn.Module:
 class NormsKeptInInference(Net):
     """Overrides `train` to keep every normalisation in inference mode, as fine-tuning recipes do."""
 
-    def train(self, mode: bool = True) -> NormsKeptInInference:
+    def train(self, mode: bool = True) -> "NormsKeptInInference":
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):

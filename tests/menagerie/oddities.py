@@ -1,7 +1,5 @@
 """Beasts that break an assumption."""
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import dataclass

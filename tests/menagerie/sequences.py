@@ -1,7 +1,5 @@
 """Beasts that read sequences."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

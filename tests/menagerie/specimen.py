@@ -1,7 +1,5 @@
 """One model of the menagerie."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The journals of a record: folders below RECORD/journals while they are written, one compressed archive when kept."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import tarfile

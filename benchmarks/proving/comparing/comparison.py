@@ -1,7 +1,5 @@
 """A workload's policies beside plain training, seed by seed."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The text of a record: what was found, then how it was measured and how to repeat it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from benchmarks.proving.comparing.comparison import PER_CENT, POINTS, WorkloadComparison

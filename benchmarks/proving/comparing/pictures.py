@@ -1,7 +1,5 @@
 """The pictures of a record as SVG files: accuracy over time, what was frozen when, compute skipped against quality."""
 
-from __future__ import annotations
-
 import colorsys
 import statistics
 from collections.abc import Callable, Sequence

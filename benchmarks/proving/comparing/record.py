@@ -1,7 +1,5 @@
 """A record: a folder with README.md, pictures, and an archive of the journals they are made from and of the numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

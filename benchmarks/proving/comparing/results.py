@@ -1,7 +1,5 @@
 """Reading kept runs back: what a run came to, from its journal and its `run.json` alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run froze when, and the compute that was really skipped by it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Means over seeds and differences of pairs of runs, with a 95 % interval."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

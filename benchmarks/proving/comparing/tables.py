@@ -1,7 +1,5 @@
 """Comparisons as markdown tables."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

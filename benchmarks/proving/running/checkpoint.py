@@ -1,7 +1,5 @@
 """A checkpoint of a run: one file beside its journal, written in one piece, used only where it is whole and fits."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

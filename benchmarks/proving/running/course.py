@@ -1,7 +1,5 @@
 """A run that goes on, with egeria or a rival, and its journal, which both have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@
 Started by `runs`. A line of output is a JSON object; what others print goes to the error output.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The time that a command may take: what may still begin in it, and when everything has to end."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ class Limit:
     """By `now_s`; None where it may take as long as it likes."""
 
     @classmethod
-    def after(cls, minutes: float | None, began_s: float) -> Limit:
+    def after(cls, minutes: float | None, began_s: float) -> "Limit":
         """Return the limit of a command that began then."""
         return cls(None if minutes is None else began_s + 60 * minutes)
 

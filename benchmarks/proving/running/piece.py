@@ -1,7 +1,5 @@
 """The part of a run that one process makes: from a checkpoint on, until the run is finished or the time is over."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Bars for runs that go on, one for each and one for all, with the time that is left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -41,7 +39,7 @@ class Bars:
         self._num_runs = num_runs
         self._num_ended = 0
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> "Bars":
         self._progress.start()
         return self
 

@@ -1,7 +1,5 @@
 """All that a training draws by chance: the global generators and those of its loader, read and set."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any

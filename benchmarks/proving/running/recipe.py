@@ -1,7 +1,5 @@
 """What is trained and how, as plain values that can be compared; and what it was made with."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """`run.json`: what a run is, how far it came, and what it was made with. Lies beside its journal."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path

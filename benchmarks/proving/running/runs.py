@@ -1,7 +1,5 @@
 """Which runs are wanted, making those that are not finished, each in a process of its own, and what is left then."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The time that training takes: wall clock and CPU, with all that egeria does, without the evaluations."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

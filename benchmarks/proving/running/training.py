@@ -1,7 +1,5 @@
 """One training run, plainly or with egeria: the loop, evaluations on held-out data, and the time it took."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Text: translation, characters, question answering, sentiment, labels of words, pairs, topics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

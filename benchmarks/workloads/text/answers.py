@@ -1,7 +1,5 @@
 """Scoring answers as SQuAD 1.1 does: exact match and F1 of the words, the best over what people answered."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

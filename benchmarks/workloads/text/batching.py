@@ -1,7 +1,5 @@
 """Batches of sentences: samples of similar length together, padded on the right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

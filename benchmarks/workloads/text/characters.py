@@ -3,8 +3,6 @@
 Shapes: B texts, T characters, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Telling classes apart: of sentences, of pairs of sentences, of words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +66,7 @@ def classify(
     held_out: Sequence[T],
     judged: Sequence[T],
     num_labels: int,
-    make_rows: Callable[[Sequence[T], PreTrainedTokenizerFast, int], Rows],
+    make_rows: "Callable[[Sequence[T], PreTrainedTokenizerFast, int], Rows]",
     load: Load = classifier,
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
     schedule: Schedule = linear,
@@ -110,7 +108,7 @@ def classify(
     )
 
 
-def label_rows(sentences: Sequence[tuple[str, int]], tokenizer: PreTrainedTokenizerFast, longest: int) -> Rows:
+def label_rows(sentences: Sequence[tuple[str, int]], tokenizer: "PreTrainedTokenizerFast", longest: int) -> Rows:
     """Return one row for each sentence, with its label.
 
     Args:

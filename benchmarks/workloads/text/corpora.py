@@ -1,7 +1,5 @@
 """Reading the text data sets: translation pairs, SQuAD 1.1, SST-2, tagged words."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from dataclasses import dataclass

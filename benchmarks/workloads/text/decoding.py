@@ -1,7 +1,5 @@
 """Translating greedily, and BLEU of what comes out."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache

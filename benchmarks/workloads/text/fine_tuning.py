@@ -1,7 +1,5 @@
 """What fine-tuning BERT on any task has in common (Devlin et al., 2019, A.3)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

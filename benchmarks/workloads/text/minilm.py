@@ -4,8 +4,6 @@ transformers is imported where something is made of it: that takes seconds of CP
 workloads, each a process of its own, would spend for nothing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path
@@ -48,7 +46,7 @@ def find_weights(root: Path) -> Path:
     return Path(package.origin).parent / "model"
 
 
-def classifier(root: Path, num_labels: int) -> tuple[nn.Module, PreTrainedTokenizerFast]:
+def classifier(root: Path, num_labels: int) -> "tuple[nn.Module, PreTrainedTokenizerFast]":
     """Return the pretrained network under a new head that tells classes of texts apart, and its tokenizer.
 
     Args:
@@ -66,7 +64,7 @@ def classifier(root: Path, num_labels: int) -> tuple[nn.Module, PreTrainedTokeni
     return model, load_tokenizer(weights)
 
 
-def load_tokenizer(weights: Path) -> BertTokenizerFast:
+def load_tokenizer(weights: Path) -> "BertTokenizerFast":
     """Return the tokenizer of the weights: pieces of words in lower case."""
     from transformers import BertTokenizerFast  # noqa: PLC0415
 
@@ -74,7 +72,7 @@ def load_tokenizer(weights: Path) -> BertTokenizerFast:
     return BertTokenizerFast(vocab={piece: number for number, piece in enumerate(lines)}, do_lower_case=True)
 
 
-def load_config(weights: Path, **changes: Any) -> BertConfig:
+def load_config(weights: Path, **changes: Any) -> "BertConfig":
     """Return the shape of the model, with its dropout of 0.1; `changes` go to `BertConfig`."""
     from transformers import BertConfig  # noqa: PLC0415
 

@@ -1,7 +1,5 @@
 """MPNet-base (12 layers, 768 wide; Song et al., 2020) with its tokenizer, from five packages; no network."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -39,7 +37,7 @@ def find_parts() -> list[Path]:
     return [origin.parent / "input" / f"{NAME}.zip.{number:03}" for number, origin in enumerate(origins, 1)]
 
 
-def classifier(root: Path, num_labels: int) -> tuple[nn.Module, PreTrainedTokenizerFast]:
+def classifier(root: Path, num_labels: int) -> "tuple[nn.Module, PreTrainedTokenizerFast]":
     """Return the pretrained network under a new head that tells classes of texts apart, and its tokenizer.
 
     It takes no types of tokens, and passes over those in a batch; that padding has another number here does not matter,

@@ -3,8 +3,6 @@
 Its body is trained once, on SQuAD's paragraphs, and kept for all later runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import html
 import os

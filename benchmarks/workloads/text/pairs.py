@@ -1,7 +1,5 @@
 """Telling whether a paragraph answers a question: fine-tuning MiniLM on pairs made of SQuAD 1.1."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +86,7 @@ def _on_short_paragraphs(setting: Setting, split: str, recipe: PairRecipe) -> li
     ]
 
 
-def _rows(pairs: Sequence[Pair], tokenizer: BertTokenizerFast, longest: int) -> Rows:
+def _rows(pairs: Sequence[Pair], tokenizer: "BertTokenizerFast", longest: int) -> Rows:
     encoded = tokenizer(
         [pair.question for pair in pairs],
         [pair.paragraph for pair in pairs],

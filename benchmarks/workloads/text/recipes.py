@@ -1,7 +1,5 @@
 """How each workload is trained in each tier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.workloads.text.characters import GptRecipe

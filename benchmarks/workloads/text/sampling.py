@@ -1,7 +1,5 @@
 """The part of a data set that a smaller tier takes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Hashable, Sequence
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Learning rates over a run, as shares of the highest one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Answering questions: fine-tuning MiniLM on SQuAD 1.1."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -119,7 +117,7 @@ def build(setting: Setting, *, recipes: Mapping[str, QuestionRecipe]) -> Trainin
 
 
 def _quality(
-    questions: Sequence[Question], tokenizer: BertTokenizerFast, setting: Setting, recipe: QuestionRecipe
+    questions: Sequence[Question], tokenizer: "BertTokenizerFast", setting: Setting, recipe: QuestionRecipe
 ) -> AnswerQuality:
     windows = cut_windows(questions, tokenizer, recipe.longest, recipe.overlap)
     return AnswerQuality(

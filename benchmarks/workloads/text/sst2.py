@@ -1,7 +1,5 @@
 """Telling positive from negative sentences: fine-tuning on SST-2, whole or through adapters."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Words in pieces: byte-pair encoding over two languages, learned from the training text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -24,7 +22,7 @@ class Subwords:
         self._tokenizer = tokenizer
 
     @classmethod
-    def learned(cls, sentences: Iterable[str], vocabulary_size: int) -> Subwords:
+    def learned(cls, sentences: Iterable[str], vocabulary_size: int) -> "Subwords":
         """Learn the pieces from sentences of both languages; the same from the same sentences."""
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

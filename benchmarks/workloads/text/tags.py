@@ -1,7 +1,5 @@
 """A label for each word, by fine-tuning MiniLM: parts of speech, and the case of words that come without it."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -123,7 +121,7 @@ def build(
 
 
 def tag_rows(
-    sentences: Sequence[TaggedSentence], tokenizer: BertTokenizerFast, longest: int, tags: Sequence[str] = TAGS
+    sentences: Sequence[TaggedSentence], tokenizer: "BertTokenizerFast", longest: int, tags: Sequence[str] = TAGS
 ) -> TaggedRows:
     """Return one row for each sentence; the first piece of a word has its label.
 

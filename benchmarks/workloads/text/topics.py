@@ -1,7 +1,5 @@
 """Telling which article a question is about: fine-tuning MiniLM on the questions of SQuAD 1.1, without paragraphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ gradient has to go through every frozen layer on its way to it.
 Shapes: B sentences, S source and T target tokens, D width, H heads, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Translation from English to German: Transformer-Tiny on Multi30k, Transformer-Base on a slice of WMT."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +72,7 @@ class Pairs(Dataset[Any]):
         """Tokens of each pair, both sides together."""
         return [len(source) + len(target) for source, target in zip(self.sources, self.targets, strict=True)]
 
-    def shorter(self, longest: int) -> Pairs:
+    def shorter(self, longest: int) -> "Pairs":
         """Return the pairs neither side of which has more tokens."""
         kept = [pair for pair in zip(self.sources, self.targets, strict=True) if max(map(len, pair)) <= longest]
         return Pairs([source for source, _ in kept], [target for _, target in kept])

@@ -4,8 +4,6 @@ A paragraph that is too long is cut into windows that overlap. Training takes, f
 window that shows most around its answer; answering looks at all windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -57,7 +55,7 @@ class Window:
 
 
 def cut_windows(
-    questions: Sequence[Question], tokenizer: BertTokenizerFast, longest: int, overlap: int
+    questions: Sequence[Question], tokenizer: "BertTokenizerFast", longest: int, overlap: int
 ) -> list[Window]:
     """Return the windows of all questions, those of a question one after the other.
 

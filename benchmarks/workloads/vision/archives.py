@@ -1,7 +1,5 @@
 """Finding and decoding what the data folders hold."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from zipfile import ZipFile

@@ -1,7 +1,5 @@
 """CamVid as SegNet has it: street scenes of 480 x 360 pixels, eleven classes and void."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from zipfile import ZipFile

@@ -1,7 +1,5 @@
 """CIFAR-10, from lossless WebP sheets of 100 x 100 tiles, one for each official batch."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 

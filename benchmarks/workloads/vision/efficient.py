@@ -1,7 +1,5 @@
 """EfficientNet-Lite0 (Tan and Le, 2019) from ImageNet to twenty classes of Tiny ImageNet, from two packages."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

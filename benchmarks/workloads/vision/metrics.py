@@ -3,8 +3,6 @@
 Shape legend: K classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Pictures in memory: cropped and flipped at random for training, whole for judging."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The numbers a vision workload trains by in one tier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

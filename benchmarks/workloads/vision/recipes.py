@@ -4,8 +4,6 @@ Tier 'cpu' is sized to a few minutes on one core. MobileNetV2 is not settled the
 in its plain run the loss still fell from epoch to epoch, and it ended at 30 %.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.workloads.vision.recipe import Recipe

@@ -1,7 +1,5 @@
 """A small DeepLabv3 for one core: a residual backbone of basic blocks, and a pyramid that fits its map."""
 
-from __future__ import annotations
-
 from examples.resnet import CifarResNet, initialise
 from torch import Tensor, nn
 from torch.nn import functional

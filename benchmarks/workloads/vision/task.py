@@ -1,7 +1,5 @@
 """A network on a data set, and how one run of it is put together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

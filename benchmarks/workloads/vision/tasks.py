@@ -1,7 +1,5 @@
 """The networks of the vision workloads, with their recipes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from examples.resnet import CifarDepth, cifar_resnet

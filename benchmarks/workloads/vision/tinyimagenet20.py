@@ -1,7 +1,5 @@
 """Twenty classes of Tiny ImageNet: JPEGs of 64 x 64 pixels, 500 of a class for training and 50 for validation."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Networks that begin with what they learned on CIFAR-10: their weights, and what is fine-tuned from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

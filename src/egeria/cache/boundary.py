@@ -1,7 +1,5 @@
 """The end of a frozen front: what the rest of the model reads of it, recorded and given back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager

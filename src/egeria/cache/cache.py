@@ -1,7 +1,5 @@
 """`Cache`: training passes that leave the frozen front out where their input was there before."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,5 @@
 """`Generation`: what is stored behind one boundary, and the passes made with it."""
 
-from __future__ import annotations
-
-import random
 import statistics
 import time
 from collections import Counter, deque
@@ -11,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +20,7 @@ from egeria.errors import brief
 from egeria.events import CacheUsed
 from egeria.journal import Recorder
 from egeria.model.passes import KEPT, Batch, keeps_outside, living
-from egeria.random_state import generators_of, restoring
+from egeria.random_state import restoring_all
 
 # Batches more than an epoch has after which so many of the rows must have come again.
 MORE_BATCHES, LEAST_REPEATS = 32, 0.05
@@ -65,7 +61,7 @@ class Generation:
     recorder: Recorder
     num_batches: int | None  # of an epoch; None where nobody knows
     # Makes a context that takes such an error behind a pass of the user's.
-    guard: Callable[[Generation], AbstractContextManager[None]]
+    guard: "Callable[[Generation], AbstractContextManager[None]]"
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -210,9 +206,7 @@ class Generation:
         return None if lengths is None else row_keys(batch, lengths, cut_names), lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
-        """Return what crosses for a batch whose rows are stored; None where it is to be computed,
-        for a row is damaged or does not fit.
-        """
+        """Return what crosses for a batch that is stored; None if a row is damaged or odd."""
         assert self._layout is not None
         rows = self.store.read(found.keys)
         if self.store.damaged:
@@ -284,17 +278,15 @@ class Generation:
 
 
 def _keep_state(model: nn.Module) -> Call:
-    """Return what takes back all that a pass changes beside what it returns: random states, and
-    buffers of active layers.
-    """
-    random_states = [restoring(source) for source in (random, np.random, *generators_of(model))]
+    """Return what takes back what a pass changes: random states, and buffers of active layers."""
+    restores = restoring_all(model)
     tables: Any = [module._buffers for module in model.modules() if module.training]
     entries = [(table, name, entry) for table in tables for name, entry in table.items()]
     buffers = [(*entry, entry[-1].detach().clone()) for entry in entries if entry[-1] is not None]
 
     def restore() -> None:
-        for restore_state in random_states:
-            restore_state()
+        for restore_random_state in restores:
+            restore_random_state()
         for table, name, buffer, before in buffers:
             table[name] = buffer
             buffer.data.copy_(before)

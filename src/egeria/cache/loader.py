@@ -1,7 +1,5 @@
 """What the cache needs of a loader: a process's own samples, and the next batch one ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,10 +41,8 @@ class ShardSampler(data.DistributedSampler[int]):
         super().__init__(dataset, num_replicas, rank, **options)
         size = len(dataset)
         if self.num_samples <= 0:
-            raise ValueError(
-                f"{size} samples cannot be dealt out to {num_replicas} processes without "
-                "drop_last=False"
-            )
+            what = f"{size} samples cannot be dealt out to {num_replicas} processes"
+            raise ValueError(f"{what} without drop_last=False")
         generator = torch.Generator().manual_seed(self.seed)
         dealt = torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
         all_dealt = dealt.repeat(-(-self.total_size // size))[: self.total_size]
@@ -133,7 +129,7 @@ class _Ahead:
         self._batches, self._owner = batches, owner
         self._coming: tuple[Any, Exception | None] | None = None
 
-    def __iter__(self) -> _Ahead:
+    def __iter__(self) -> "_Ahead":
         return self
 
     def __next__(self) -> Any:

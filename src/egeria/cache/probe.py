@@ -1,7 +1,5 @@
 """The one probe of a boundary: passes of our own that prove that the front can be left out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

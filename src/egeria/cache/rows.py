@@ -3,8 +3,6 @@
 The key of a row is a digest of all that the model is given for one sample, without its padding.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -56,9 +54,7 @@ def true_lengths(batch: Batch) -> list[int] | None:
 
 
 def true_positions(batch: Batch) -> Tensor | None:
-    """Return which positions are true elements, as bool [B, T]; None where `true_lengths` gives
-    None, or nothing is padding.
-    """
+    """Return which positions are no padding, bool [B, T]; None if all are, or that is unknown."""
     if (lengths := true_lengths(batch)) is None:
         return None
     width = batch.kwargs["attention_mask"].shape[1]
@@ -97,9 +93,7 @@ def row_keys(
 
 
 def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
-    """Return a copy of a batch with the rows of these numbers, detached; those as long as the
-    attention mask are cut to `length`.
-    """
+    """Return a copy of these rows, detached; tensors as long as the mask are cut to `length`."""
     num_rows = count_rows(batch)
 
     def pick(tensor: Tensor) -> Tensor:
@@ -255,24 +249,13 @@ class FileStore:
 Store = MemoryStore | FileStore
 
 
-def free_memory_bytes(system: Path = Path("/")) -> int:
-    """Return the least of what the machine has free and what the limit of its container leaves, by
-    the files below `system`; 0 where that is not known.
-    """
-    found, groups = [], system / "sys/fs/cgroup"
-    with suppress(OSError, ValueError, LookupError):
-        found.append(_entry(system / "proc/meminfo", "MemAvailable:") * 1024)
-    for limit, used, total in (
-        ("memory.max", "memory.current", ""),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
-    ):
-        with suppress(OSError, ValueError, LookupError):  # "max" where there is no limit
-            left = int((groups / limit).read_text()) - int((groups / used).read_text())
-            idle = _entry((groups / limit).with_name("memory.stat"), f"{total}inactive_file")
-            found.append(max(0, left + idle))
-    return min(found, default=0)
+def free_memory_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return what the machine has free, or its container if that is less."""
+    import psutil  # noqa: PLC0415  (few runs need it)
 
-
-def _entry(path: Path, name: str) -> int:
-    entries = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
-    return int({entry[0]: entry[1] for entry in entries}[name])
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, LookupError):  # "max" where there is no limit
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, max(0, limit - used + int(stat["inactive_file"])))
+    return int(free)

@@ -1,7 +1,5 @@
 """What a controller is, and the one that evaluates in the process that asks for it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -39,8 +37,7 @@ class Controller:
     No call takes longer than the evaluation that it makes itself.
     """
 
-    cpu_s: float = 0.0
-    """CPU seconds spent outside of the training process so far."""
+    cpu_s: float = 0.0  # spent outside of the training process so far
 
     def refresh(
         self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
@@ -53,7 +50,7 @@ class Controller:
             state: what `state_dict` gave, where a run is resumed; it is taken instead of the batch.
 
         Raises:
-            ReferenceModelError: the model cannot be copied.
+            UnsupportedModelError: the model cannot be copied.
         """
         return False
 

@@ -4,8 +4,6 @@ Both processes know the same files without names, in memory, so that nothing is 
 they end. Classes of the user's script travel by value (cloudpickle): the script is never run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copyreg
 import multiprocessing
@@ -33,7 +31,7 @@ from egeria.errors import brief
 from egeria.events import Declined, Event
 from egeria.model.hooks import without_watchers
 from egeria.model.passes import Batch
-from egeria.random_state import RandomState
+from egeria.random_state import random_states, set_random_states
 
 START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine
 QUEUE_LENGTH = 4  # evaluations that wait; beside them one snapshot may
@@ -88,7 +86,7 @@ class ProcessController(Controller):
         """Send one evaluation; without room it is dropped, which `poll` reports."""
         if self._inline is not None:
             self._inline.submit(ticket, batch, training_BB)
-        elif reason := self._send(ticket, (batch, RandomState.current(), training_BB)):
+        elif reason := self._send(ticket, (batch, random_states(), training_BB)):
             self._reports.append(Answer(ticket, None, reason))
 
     def poll(self) -> list[Answer | Event]:
@@ -246,8 +244,8 @@ def _answer(
         if ticket is None:
             controller.refresh(*content)
         else:
-            batch, random_state, training_BB = content
-            random_state.set()  # as it was when the evaluation was asked for
+            batch, states, training_BB = content
+            set_random_states(states)  # as they were when the evaluation was asked for
             controller.submit(ticket, batch, training_BB)
     except (Exception, SystemExit) as error:  # a script that is imported for its classes may exit
         return brief(error)

@@ -4,8 +4,6 @@ Without that, a freeze raises in the second forward pass ("Expected to have fini
 and parameters that thaw diverge between ranks without an error.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import distributed, nn

@@ -3,8 +3,6 @@
 A parameter without a gradient has none to reduce, so that nothing is wrapped again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

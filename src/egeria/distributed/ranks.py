@@ -3,8 +3,6 @@
 All ranks call `together` and `exchange` in the same order, outside forward and backward passes.
 """
 
-from __future__ import annotations
-
 import pickle
 import weakref
 from collections.abc import Callable

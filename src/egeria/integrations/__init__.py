@@ -1,4 +1,1 @@
-"""Adapters for training frameworks; the only place that may import one.
-
-A plain loop needs none of them: `egeria.attach` is the whole interface.
-"""
+"""Adapters for training frameworks; the only place that may import one."""

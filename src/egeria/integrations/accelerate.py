@@ -1,7 +1,5 @@
 """Hugging Face Accelerate: `attach`, called after `accelerator.prepare`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def attach(
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     model: nn.Module,
     optimizer: Any,
     loader: Any = None,
@@ -47,8 +45,7 @@ def attach(
     if not hasattr(accelerator, "register_for_checkpointing"):
         what, found = "attach takes the accelerate.Accelerator first", type(accelerator).__name__
         raise ConfigError(f"{what}, found {found}. In a loop without one call egeria.attach.")
-    tracker = Tracker(name="a tracker of the accelerator", log=partial(_log, accelerator))
-    log_to = tracker if log else None
+    log_to = Tracker("a tracker of the accelerator", partial(_log, accelerator)) if log else None
     run = session.attach(model, optimizer, loader, scheduler=scheduler, log_to=log_to, **options)
     # Checkpoints have one state for each known object: a second run takes the place of the first.
     places = [e for e in getattr(accelerator, "_custom_objects", ()) if isinstance(e, _Place)]

@@ -1,7 +1,5 @@
 """Lightning: `Trainer(callbacks=[EgeriaCallback()])`."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -67,7 +65,7 @@ class EgeriaCallback(Callback):
         policy: str | Maker | None = None,
         plan: str | None = None,
         directory: str | Path | None = None,
-        controller: str | Controller | None = None,
+        controller: "str | Controller | None" = None,
         log: bool = True,
     ) -> None:
         if not isinstance(module, str | None):

@@ -5,8 +5,6 @@ Callbacks see neither the trainer nor the loss, nor that training ends by an exc
 callback is followed until its loop ends.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

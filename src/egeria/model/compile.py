@@ -1,7 +1,5 @@
 """Compiled models: no graphs before the cut, room for those behind it, and what they cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Cutting a model once into layer modules, from what the first passes showed (paper §4.2.1)."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.errors import StateError, UnsupportedModelError
+from egeria.errors import UnsupportedModelError
 from egeria.model.group import ATOMS, Group, Piece, find_pieces, group_atoms, name_group, tables_in
 from egeria.model.watch import Node, Watch, reach, sinks
 
@@ -47,20 +45,16 @@ class Cut:
         return tuple(bool(module.parameters) for module in self.modules)
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Cut:
-        """Return what `dataclasses.asdict` was called on; StateError if it is anything else."""
-        try:
-            modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
-            cut = cls(**_as_tuples({**entry, "modules": modules}))
-            if len(cut.detaches) == len(modules) > cut.deepest >= 0:
-                return cut
-        except (TypeError, KeyError, AttributeError):
-            pass
-        contract = "A saved cut has the layer modules of a model and the facts of each"
-        raise StateError(f"{contract}, found {entry!r:.100}. Load a state as it was saved.")
+    def from_dict(cls, entry: Mapping[str, Any]) -> "Cut":
+        """Return what `dataclasses.asdict` was called on; it raises if it is anything else."""
+        modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
+        cut = cls(**_as_tuples({**entry, "modules": modules}))
+        if not len(cut.detaches) == len(modules) > cut.deepest >= 0:
+            raise ValueError("a cut whose parts do not fit together")
+        return cut
 
     @classmethod
-    def combine(cls, cuts: Sequence[Cut]) -> Cut:
+    def combine(cls, cuts: "Sequence[Cut]") -> "Cut":
         """Return what holds on all ranks, which have the same layer modules."""
         detaches = tuple(map(all, zip(*(cut.detaches for cut in cuts), strict=True)))
         return replace(min(cuts, key=lambda cut: cut.deepest), detaches=detaches)

@@ -1,7 +1,5 @@
 """Freezing the front of a model, and giving it back as its user would have it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,7 @@ class Freezer:
     A compiled model gets no hooks (`has_hooks`), so that nothing is detached there.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, *, has_hooks: bool = True) -> None:
+    def __init__(self, model: nn.Module, cut: "Cut", *, has_hooks: bool = True) -> None:
         self._model, self._cut, self._has_hooks = model, cut, has_hooks
         self._held: list[list[_Held]] = []
         self._modes: dict[nn.Module, _Train] = {}
@@ -115,7 +113,7 @@ class Freezer:
         parts = dict.fromkeys(part for root in frozen for part in root.modules())
         return {part: None for part in parts if not (serves(part) or _needs_mode(part))}
 
-    def _make_boundary(self, depth: int) -> _Boundary:
+    def _make_boundary(self, depth: int) -> "_Boundary":
         modules, now = self._cut.modules, self._parameters()
         pieces = [name for own in modules[:depth] for name in own.submodules]
         used_later = {now.get(name) for own in modules[depth:] for name in own.parameters}

@@ -7,8 +7,6 @@
 - *stage*: an instance of a repeated class that is little more than a chain of blocks.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -258,9 +256,7 @@ def _home(name: str, names: Sequence[str]) -> str:
 
 
 def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
-    """Return whether the size changes by a factor of `JUMP` at atom i, and for more than one atom:
-    sizes that alternate, as where every other block has experts, make no stage.
-    """
+    """Return whether the size jumps at atom i, and does not alternate, as with experts."""
 
     def differ(a: int, b: int) -> bool:
         outside = a < 0 or b >= len(sizes) or homes[a] != homes[b]
@@ -297,9 +293,7 @@ def _split(stage: Group, sizes: Sequence[int], total: int, target_share: float) 
 
 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return where to split into contiguous parts with the least sum of squared sizes, and longer
-    parts in front where that is equal.
-    """
+    """Return where to split for the least sum of squared sizes, longer parts first if equal."""
     sums = [0, *accumulate(sizes)]
 
     @cache

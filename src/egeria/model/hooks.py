@@ -1,7 +1,5 @@
 """Hooks that are found by their owner and do nothing in copies, and what else copies go without."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -25,7 +23,7 @@ class Hook(partial[Any]):
     nothing, so that a saved model is loaded where this library is not installed.
     """
 
-    def __new__(cls, owner: Any, function: Callable[..., Any]) -> Hook:  # noqa: D102
+    def __new__(cls, owner: Any, function: Callable[..., Any]) -> "Hook":  # noqa: D102
         return super().__new__(cls, function, owner)
 
     @property
@@ -63,17 +61,13 @@ def remove(table: dict[int, Any], owner: Any) -> None:
 
 
 def copies_of_computed(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy` of a model, with the tensors that its modules computed, as
-    old-style weight_norm does: they only copy once detached.
-    """
+    """Return a memo for `copy.deepcopy`: tensors that a module computed only copy detached."""
     tensors = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
 def without_watchers(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module without hooks that watch it, and without the `forward` of
-    Accelerate's mixed precision, which refuses to be pickled and sets the number format.
-    """
+    """Return a module's attributes without hooks that watch, and without Accelerate's `forward`."""
     kept = {name: OrderedDict() if name in _WATCHING else attributes[name] for name in attributes}
     original = kept.get("_original_forward")
     if original is not None and "forward" in kept:

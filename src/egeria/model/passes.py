@@ -1,7 +1,5 @@
 """Passes of our own: the batch they are made with, and how training cannot tell of them."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -44,7 +42,7 @@ class Autocast:
     dtype: torch.dtype
 
     @classmethod
-    def current(cls, device_type: str) -> Autocast:
+    def current(cls, device_type: str) -> "Autocast":
         """Return the setting in force for a type of device."""
         enabled = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type)
@@ -65,7 +63,7 @@ class Batch:
     autocast: Autocast
 
     @classmethod
-    def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Batch:
+    def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> "Batch":
         """Return the arguments of a call that is being made, and what holds for it."""
         return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type))
 
@@ -80,10 +78,8 @@ class Batch:
         found = (entry for entry in tree.contents(self.arguments) if OF_THE_LOSS not in entry[0])
         return sorted(found, key=itemgetter(0))
 
-    def first_rows(self, count: int | None) -> Batch:
-        """Return a copy, which a model may overwrite, detached and cut to `count` samples; whole
-        where that is None or not possible.
-        """
+    def first_rows(self, count: int | None) -> "Batch":
+        """Return a copy, which a model may overwrite, cut to `count` samples if it can be."""
         args, kwargs = tree.map_tensors(Tensor.detach, self.arguments)
         of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
         if count is not None:
@@ -91,7 +87,7 @@ class Batch:
         args, kwargs = tree.map_tensors(torch.clone, (args, {**kwargs, **of_the_loss}))
         return replace(self, args=args, kwargs=kwargs)
 
-    def on(self, device: str) -> Batch:
+    def on(self, device: str) -> "Batch":
         """Return the same with its tensors on a device."""
         args, kwargs = tree.map_tensors(lambda tensor: tensor.to(device), self.arguments)
         return replace(self, args=args, kwargs=kwargs)

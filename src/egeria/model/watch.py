@@ -1,7 +1,5 @@
 """Watching the user's own passes until the first optimizer step; no pass is made for it."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -44,11 +42,6 @@ class Watch:
         self.read: set[str] = set()  # pieces whose outputs' gradient the loop reads
         self.num_calls = 0  # of the model: one for each micro-batch
         self.failure = ""  # of a hook: nothing is noted from then on, and no cut can be made
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has run yet."""
-        return not (self.order or self._pass)
 
     @property
     def asked(self) -> set[str]:

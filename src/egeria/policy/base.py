@@ -1,7 +1,5 @@
 """What a policy is: numbers in, a depth out. No torch, threads, clocks or files here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +20,10 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What a policy is asked with: at the end of an interval, or in between (`num_steps` is 0), at
-    step 0, after one of `Wants.steps`, or because readings have arrived.
+    """What a policy is asked with.
+
+    It is asked at the end of an interval, and in between (`num_steps` is 0) at step 0, after one of
+    `Wants.steps`, and when readings have arrived.
     """
 
     step: int  # optimizer steps made; 0 in the question before the first one
@@ -72,8 +72,9 @@ class Status:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides how many front layer modules are frozen, by what it is asked with alone, so that a
-    run can be resumed and replayed. A depth may be refused: `Interval.frozen` says what is frozen.
+    """Decides how many front layer modules are frozen, by what it is asked with alone.
+
+    So a run can be resumed. A depth may be refused: `Interval.frozen` says what is frozen.
     """
 
     @property

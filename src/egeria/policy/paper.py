@@ -4,8 +4,6 @@ The paper thaws when the learning rate has fallen tenfold (§4.2.2), which is fo
 Beyond that, nothing freezes while it rises, a later rise thaws, and a smooth decay not too late.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import linear_regression
@@ -76,7 +74,7 @@ class EgeriaPolicy:
         trainable: Sequence[bool],
         deepest: int,
         total_steps: int | None,
-        lr_rule: UnfreezeRule,
+        lr_rule: "UnfreezeRule",
     ) -> None:
         self._config, self._trainable, self._deepest = config, trainable, deepest
         self._total_steps, self._rule = total_steps, lr_rule

@@ -1,7 +1,5 @@
 """The default policy: a plan of how many layer modules are frozen when, drawn up beforehand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_right
@@ -41,7 +39,7 @@ class Plan:
         modules: Sequence[str] = (),
         total_steps: int | None = None,
         reason: str = "given by the user",
-    ) -> Plan:
+    ) -> "Plan":
         """Return the plan of a text such as "0.5:1 0.75:2" or "step 500:2".
 
         Raises:

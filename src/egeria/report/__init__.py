@@ -1,7 +1,5 @@
 """The report on a run: numbers, a page and lines for the terminal, made from its events alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

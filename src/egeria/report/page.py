@@ -3,8 +3,6 @@
 Its pictures are panels of curves over the steps, drawn by matplotlib.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """`Summary`: every number about a run, from its events, while it goes on and afterwards."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -105,7 +103,7 @@ class Summary:
         step: int = 0,
         started: RunStarted = UNKNOWN_START,
         num_damaged: int = 0,
-    ) -> Summary:
+    ) -> "Summary":
         """Return the summary of a run, live or finished.
 
         Of the events those after the step of a loaded state are left out, and earlier runs in the
@@ -191,24 +189,15 @@ class Summary:
         return self.depths[-1].parameter_share
 
     @property
-    def mean_parameter_share(self) -> float | None:
-        """The same, mean over the steps."""
-        return self._mean("parameter_share")
-
-    @property
     def skipped_share(self) -> float | None:
         """Share of the compute so far that was skipped, mean over the steps."""
-        return self._mean("skipped_share")
+        skipped = [(point.skipped_share or 0.0) * point.num_steps for point in self.depths]
+        is_known = all(point.skipped_share is not None for point in self.depths)
+        return ratio(math.fsum(skipped), self.step - self.first_step) if is_known else None
 
     def steps_frozen(self, module: int) -> int:
         """Return for how many steps a layer module was frozen."""
         return sum(point.num_steps for point in self.depths if point.frozen > module)
-
-    def _mean(self, name: str) -> float | None:
-        points = [(getattr(point, name), point.num_steps) for point in self.depths]
-        if any(share is None for share, _ in points):
-            return None
-        return ratio(math.fsum(share * n for share, n in points), sum(n for _, n in points))
 
     def _skipped_shares(self) -> dict[int, float]:
         """Return the share of an iteration that goes with the backward pass of what is frozen."""

@@ -1,7 +1,5 @@
 """What a report says in words, the same for the page and for the terminal."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 
@@ -65,18 +63,14 @@ def progress(summary: Summary) -> str:
 def headline(summary: Summary) -> list[tuple[str, str]]:
     """Return the numbers that come first, each under its name."""
     frozen = f"{summary.frozen}{f' of {len(summary.modules)} modules' if summary.modules else ''}"
-    share, mean = percent(summary.parameter_share), percent(summary.mean_parameter_share)
-    mean += f" of parameters frozen, {percent(summary.skipped_share)} of compute skipped"
+    share, now = percent(summary.parameter_share), "at the end" if summary.closed else "now"
     rows = [
         ("progress", progress(summary)),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
-        (
-            f"frozen {'at the end' if summary.closed else 'now'}",
-            f"{frozen} ({share} of parameters)",
-        ),
-        ("mean over the run", mean),
+        (f"frozen {now}", f"{frozen} ({share} of parameters)"),
+        ("compute skipped", percent(summary.skipped_share)),
     ]
     most = {pace.frozen: pace.memory_bytes for pace in summary.paces if pace.memory_bytes}
     if len(most) > 1:

@@ -1,10 +1,7 @@
 """Experiment trackers: what each is sent, and how it takes it. None of them is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from egeria.errors import ConfigError
 from egeria.events import PlasticityRead
@@ -13,8 +10,7 @@ from egeria.report.summary import Summary
 Log: TypeAlias = Callable[[Mapping[str, float], int], object]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tracker:
+class Tracker(NamedTuple):
     """One place where a run is logged to."""
 
     name: str
@@ -82,6 +78,7 @@ def _wandb(run: Any) -> Log:
     return log
 
 
+# Name and log function of an object that has these methods; the first match counts.
 _KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Log]], ...] = (
     ("TensorBoard", ("add_scalar",), _tensorboard),
     ("MLflow", ("log_metrics", "active_run"), _mlflow),
@@ -89,4 +86,3 @@ _KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Log]], ...] = (
     ("Trackio", ("log", "finish"), lambda run: lambda values, step: run.log(values, step=step)),
     ("", ("__call__",), lambda function: function),
 )
-"""Name and log function of an object that has these methods; the first match counts."""

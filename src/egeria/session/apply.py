@@ -1,7 +1,5 @@
 """Setting the depth that a policy asks for, or refusing it: the only code that freezes or thaws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -20,6 +18,10 @@ from egeria.session.training import FreezingEndedError, Training
 
 # Of an iteration: the backward pass has two multiplications where the forward pass has one.
 BACKWARD_SHARE = 2 / 3
+IDLE = (
+    "one of the optimizers would have nothing left to train, which GradScaler takes for an error. "
+    "Give one optimizer all parameters, in groups"
+)
 
 
 class Applier:
@@ -148,13 +150,7 @@ class Applier:
             own = {entry for group in optimizer.param_groups for entry in group["params"]}
             held = [places.get(name, last) for name, entry in named if entry in own]
             if held and max(held) < limit:
-                limit, reason = (
-                    max(held),
-                    (
-                        "one of the optimizers would have nothing left to train, which GradScaler "
-                        "takes for an error. Give one optimizer all parameters, in groups"
-                    ),
-                )
+                limit, reason = max(held), IDLE
         return limit, reason
 
     def _runs_late(self, _module: nn.Module, _args: Any) -> None:

@@ -1,7 +1,5 @@
 """The public face: `attach`, the `Run` that it returns, and what a run shows of itself."""
 
-from __future__ import annotations
-
 import gc
 import io
 import logging
@@ -23,7 +21,7 @@ from egeria.distributed.ranks import exchange, rank
 from egeria.errors import ConfigError, JournalError, StateError, brief
 from egeria.journal import Recorder, read_journal, run_directory
 from egeria.model.compile import Compilation, is_compiled
-from egeria.model.cut import LayerModule, is_mostly_trained
+from egeria.model.cut import LayerModule
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.text import duration, plural, printable, progress
@@ -51,11 +49,11 @@ def attach(
     total_steps: int | None = None,
     config: Config | Mapping[str, Any] | str | Path | None = None,
     directory: str | Path | None = None,
-    controller: str | Controller | None = None,
+    controller: "str | Controller | None" = None,
     policy: str | Maker | None = None,
     plan: str | None = None,
     log_to: Any = None,
-) -> Run:
+) -> "Run":
     """Watch a training run and freeze its front layers; `run.close()` undoes everything.
 
     Nothing of the model, the optimizer or the loader changes until the first layer module freezes.
@@ -95,9 +93,7 @@ def attach(
     leads = rank() == 0  # of several processes only the first keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []
     recorder = Recorder(run_directory(directory) if leads else None, echoes=not leads)
-    pretrained = settings.policy.pretrained
-    if pretrained == "auto":
-        pretrained = is_mostly_trained(inner)
+    pretrained = checks.is_pretrained(settings, inner)
     training = Training(
         model=inner,
         given=given,
@@ -110,7 +106,7 @@ def attach(
         total_steps=total_steps,
         recorder=recorder,
         compilation=Compilation() if is_compiled(given) or is_compiled(inner) else None,
-        is_pretrained=any(exchange(bool(pretrained))),  # a rank may hold too little to tell
+        is_pretrained=any(exchange(pretrained)),  # a rank may hold too little to tell
     )
     showing = Showing(training, trackers, speaks=leads)
     try:
@@ -130,7 +126,7 @@ class Run:
         directory: where the journal and the report live; None if nothing is written.
     """
 
-    def __init__(self, session: Session, showing: Showing) -> None:
+    def __init__(self, session: Session, showing: "Showing") -> None:
         self._session, self._showing, self._recorder = session, showing, session.recorder
         self.directory: Path | None = session.recorder.directory
         self._closed = False
@@ -207,12 +203,11 @@ class Run:
         saved = "time saved not known"
         if saved_s is not None:
             saved = f"{printable(duration(saved_s))} saved"
-        if summary.closed:
-            return f"<egeria.Run: closed at step {step}, {frozen} at the end, {saved}>"
-        return f"<egeria.Run: step {step}, {frozen}, {saved}>"
+        where = f"closed at step {step}" if summary.closed else f"step {step}"
+        return f"<egeria.Run: {where}, {frozen}, {saved}>"
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> "Packed":
         """The state for `torch.distributed.checkpoint`, such as `dcp.save({"run": run.packed})`."""
         return Packed(self)
 
@@ -274,7 +269,7 @@ class Run:
         self._finalizer()
         self._recorder.close()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *exception: object) -> None:

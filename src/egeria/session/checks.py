@@ -1,24 +1,25 @@
 """What the arguments of `attach` mean: checked, and agreed on by the processes of a job."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from egeria.config import Config, PolicyConfig, check, count, optional
-from egeria.distributed import ddp
+from egeria.distributed import ddp, fsdp2
 from egeria.distributed.ranks import together, world_size
-from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError
+from egeria.model.cut import is_mostly_trained
 from egeria.moves import resolve
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
+from egeria.session.clock import has_hooks
 
 # Classes of frameworks that wrap the user's own objects, and the attributes that hold those.
 _INNER = {
@@ -138,6 +139,12 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     return optimizers
 
 
+def is_pretrained(config: Config, model: nn.Module) -> bool:
+    """Return whether the weights come from an earlier training, as told or by the model."""
+    told = config.policy.pretrained
+    return is_mostly_trained(model) if told == "auto" else bool(told)
+
+
 def choose_rule(config: Config, scheduler: Any = None) -> tuple[str, UnfreezeRule]:
     """Return the unfreeze rule by name and as an object; check that the policy can be made."""
     find_maker(config)
@@ -183,3 +190,70 @@ def length_of(thing: Any) -> int | None:
         return len(thing)
     except Exception:
         return None
+
+
+# --- what is declined: models and optimizers that freezing would break --------------------------
+
+_SHARD = "Use fully_shard (FSDP2), or DistributedDataParallel where a replica fits"
+IN_BACKWARD = "the optimizer steps within the backward pass. Call optimizer.step() in the loop"
+
+
+def reason_to_decline(model: nn.Module, optimizers: Iterable[Any]) -> str | None:
+    """Return why layers of a model, maybe wrapped, are not frozen; None if they can be."""
+    wrapper = ddp.find_wrapper(model)
+    return (
+        _refuse_modules(model)
+        or _refuse_parameters(list(model.parameters()))
+        or _refuse_optimizers(list(optimizers))
+        or (ddp.refuse(wrapper) if wrapper is not None else None)
+        or (fsdp2.refuse(model) if fsdp2.is_sharded(model) else None)
+    )
+
+
+_DEEPSPEED = f"DeepSpeed (ZeRO) never trains a parameter that thaws later. {_SHARD}"
+# By the name of a class, so that none has to be imported.
+_WRAPPERS = {
+    "FullyShardedDataParallel": f"FSDP1 keeps the parameters of a unit in one tensor. {_SHARD}",
+    "DeepSpeedEngine": _DEEPSPEED,
+    "DataParallel": "DataParallel copies the model. Use DDP, with one process for each device",
+}
+
+
+def _refuse_modules(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        if wrappers := [kind for kind in kinds if kind in _WRAPPERS]:
+            return _WRAPPERS[wrappers[0]]
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"{name or 'the model'} is a TorchScript module, which cannot be watched"
+            return f"{what}. Use the module that it was made from"
+        if hasattr(module, "update_and_allocate"):
+            return "`update_and_allocate` of AdaLoRA reads the gradient of every adapter. Use LoRA"
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            return "prompts (PEFT) need the whole backward pass, so that freezing saves nothing"
+    return None
+
+
+def _refuse_parameters(parameters: list[nn.Parameter]) -> str | None:
+    if any(is_lazy(entry) for entry in parameters):
+        return "it has lazy parameters, whose shapes are unknown. Call it once before attach"
+    if any(hasattr(entry, "ds_id") for entry in parameters):
+        return _DEEPSPEED
+    hooks = [h for p in parameters for h in (p._post_accumulate_grad_hooks or {}).values()]
+    codes = [getattr(getattr(h, "func", h), "__code__", None) for h in hooks]  # `func` of partials
+    calls_step = any("step" in getattr(code, "co_names", ()) for code in codes)
+    is_stepped = any(hasattr(entry, "_in_backward_optimizers") for entry in parameters)
+    return IN_BACKWARD if is_stepped or calls_step else None
+
+
+def _refuse_optimizers(optimizers: list[Any]) -> str | None:
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        return "LBFGS moves parameters by its history, also those without a gradient"
+    if any(getattr(optimizer, "_overlap_with_ddp", False) for optimizer in optimizers):
+        return "overlap_with_ddp=True steps by buckets that are made once. Leave it out"
+    if not all(map(has_hooks, optimizers)):
+        return "one of the optimizers has no step hooks. Derive it from torch.optim.Optimizer"
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(group.get("lr") is None for group in groups):
+        return "lr of the optimizer is None. Give it one (Adafactor: relative_step=False, lr=...)"
+    return None

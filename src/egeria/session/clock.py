@@ -1,7 +1,5 @@
 """Steps, intervals, losses and the time of an iteration."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -12,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from egeria.distributed.refuse import has_hooks
 from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
 from egeria.model.hooks import Hook, remove
@@ -113,6 +110,11 @@ class Steps:
             remove(getattr(optimizer, name, {}), self)
 
 
+def has_hooks(optimizer: Any) -> bool:
+    """Return whether an optimizer tells when it steps, as those of torch do."""
+    return hasattr(optimizer, "register_step_post_hook")
+
+
 class Seconds(NamedTuple):
     """A moment or a duration, by the wall clock and in CPU time of this process."""
 
@@ -120,15 +122,15 @@ class Seconds(NamedTuple):
     cpu_s: float = 0.0
 
     @classmethod
-    def now(cls) -> Seconds:
+    def now(cls) -> "Seconds":
         """Return the moment of the call."""
         return cls(time.perf_counter(), time.process_time())
 
-    def since(self, begin: Seconds) -> Seconds:
+    def since(self, begin: "Seconds") -> "Seconds":
         """Return how long ago another moment was."""
         return Seconds(self.wall_s - begin.wall_s, self.cpu_s - begin.cpu_s)
 
-    def plus(self, more: Seconds) -> Seconds:
+    def plus(self, more: "Seconds") -> "Seconds":
         """Return this moment or duration, longer by another duration."""
         return Seconds(self.wall_s + more.wall_s, self.cpu_s + more.cpu_s)
 

@@ -1,7 +1,5 @@
 """Evaluations of plasticity, for a policy that asks for them: no other run imports this."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping

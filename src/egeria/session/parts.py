@@ -1,7 +1,5 @@
 """What exists from the cut of a model on: what decides, what carries it out, and the cache."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os
@@ -43,7 +41,7 @@ class Parts:
     policy: policies.Policy
     applier: Applier
     epoch_steps: int | None  # optimizer steps of an epoch; None where that is not known
-    evaluation: Evaluation | None = None  # None where the policy reads no plasticity
+    evaluation: "Evaluation | None" = None  # None where the policy reads no plasticity
 
     def announce(self) -> None:
         """Journal the plan, and what can never be frozen."""

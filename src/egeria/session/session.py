@@ -1,11 +1,10 @@
-"""What happens at each step of the loop: the cut, intervals, questions to the policy, our faults.
+"""What happens at each step of the loop, and what an internal error leads to.
 
-One batch: the optimizer's hook notes its step (`clock`), `step` takes in the loss and mostly
-returns. Where an interval ends or the policy asked for it, `_decide` asks the policy, and `_ask`
-sets the depth that it gives or refuses it (`apply`).
+One batch: the optimizer's hook counts its step (`clock`), `step` takes the loss and mostly returns.
+Right before the first update `_before_update` cuts the model and makes the policy. Where an
+interval ends, or the policy wants to be asked, `_act` calls `_decide`, and that `_ask`: it asks the
+policy (`policy`) and sets the depth of its answer, or refuses it (`apply`).
 """
-
-from __future__ import annotations
 
 import math
 import operator
@@ -39,25 +38,25 @@ STATE_SCHEMA = 4
 
 
 class Session:
-    """Counts the steps of a run, asks the policy, and has done what it says.
+    """Counts the steps of a run, asks the policy how much is frozen, and applies the answer.
 
-    Until the first update it watches the user's own passes; there the model is cut and the policy
-    made. A fault of ours ends freezing, and never stops the user's training.
+    Up to the first update it only watches the user's passes. Then it cuts the model and makes the
+    policy. An internal error ends freezing; it never stops the user's training.
     """
 
     def __init__(self, training: Training) -> None:
         self.training, self.recorder = training, training.recorder
-        # The layer modules, front to back; kept when freezing has ended, as is the plan.
+        # The layer modules, front to back. These and the plan stay when freezing has ended.
         self.modules: tuple[LayerModule, ...] = ()
         self.plan: Plan | None = None
         self.parts: Parts | None = None
         self.steps = Steps(training.optimizers, self._before_update)
         self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps)
-        # What the policy last said of itself.
+        # The newest status of the policy.
         self.status = Status(stage=first_stage(training.config.policy.name))
         self._has_started = self._has_ended = self._is_lost = False
-        self._meets = False  # whether the processes of a job come together at each decision
-        self._asked = -1  # the step up to which the policy was asked; -1 before the first question
+        self._meets = False  # whether the ranks of a job exchange values at each decision
+        self._asked_at = -1  # the step of the newest decision; -1 before the first one
         self._due: float = self.clock.ends
         self._measured_depth: int | None = None
         self._cache: Cache | None = None
@@ -77,7 +76,7 @@ class Session:
         return self.parts.applier.depth if self.parts else 0
 
     def step(self, loss: float | Tensor) -> bool:
-        """Take in the loss of a batch; return whether something may have been journaled."""
+        """Take the loss of a batch; return whether a decision was due."""
         if not self.steps.take():
             self.clock.hold(loss)
             is_late = self.steps.num_calls == CHECKED_CALLS and not any(self.steps.num_steps)
@@ -90,7 +89,7 @@ class Session:
             try:
                 self._act()
             finally:
-                finish(self.training.model)
+                finish(self.training.model)  # a pass of ours that was interrupted
         self.clock.leave()
         return is_due
 
@@ -105,26 +104,29 @@ class Session:
 
     # --- from attach to the first update ---------------------------------------------------------
 
-    def _before_update(self, number: int) -> None:
-        """Cut the model right before the first update, and set the first depth."""
+    def _before_update(self, optimizer: int) -> None:
+        """Cut the model and set the first depth, once all optimizers are at their first update.
+
+        What is frozen here loses its gradients, so that this update already leaves it alone.
+        """
         first, begin = self._first, Seconds.now()
         if first is None:
             return
         with self._guard("cutting the model"):
-            if not first.comes_to(number, self.steps.num_calls):
+            if not first.comes_to(optimizer, self.steps.num_calls):
                 return
             self._meets = world_size() > 1
             cut, epoch_steps = first.cut()
             parts = make_parts(self.training, cut, first.wrapper, epoch_steps)
             self._install(parts)
             parts.announce()
-            if len(self.training.optimizers) == 1:  # of several, others have stepped already
+            if len(self.training.optimizers) == 1:  # where there are several, some have stepped
                 self._decide(parts)
-        self._first, self._due = None, 0  # last, so that what was interrupted is made again
+        self._first, self._due = None, 0  # last, so that an interrupted cut is made again
         self.clock.spend(*Seconds.now().since(begin))
 
     def _install(self, parts: Parts) -> None:
-        """Let parts decide from now on; nothing is frozen by them yet."""
+        """Take new parts in place of the ones before; nothing is frozen yet."""
         self._release()
         wants = parts.policy.wants
         if wants.interval_steps is not None:
@@ -134,7 +136,7 @@ class Session:
         parts.applier.open()
         if self.training.compilation is not None:
             self.training.compilation.begin(len(self.modules))
-        self._asked = -1
+        self._asked_at = -1
         self._start_journal()
 
     def _start_journal(self) -> None:
@@ -155,44 +157,44 @@ class Session:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
                 self._end_interval()
-            self._plan_next()  # in here too, where a fault of the policy is caught
-        self._plan_next()
+            self._find_due()  # here too, where an error of the policy is caught
+        self._find_due()
 
     def _decide(self, parts: Parts) -> None:
-        """Ask the policy if it is time to, and prepare for the next time."""
+        """Ask the policy where it is time to, then prepare what it wants for the next time."""
         clock, wants, before = self.clock, parts.policy.wants, self.frozen
         if self._meets:
             ddp.check_not_joined(parts.applier.wrapper)
         parts.applier.make_whole()
-        if self._asked < 0:
+        if self._asked_at < 0:
             self._ask(Interval(step=0, frozen=before, learning_rate=self._rate()))
-            self._asked = clock.step
+            self._asked_at = clock.step
         self._take_in_readings(parts)
-        ends = clock.step >= clock.ends
-        is_asked = self._asked < wants.next_step(self._asked) <= clock.step
-        if ends or is_asked:
+        is_end = clock.step >= clock.ends
+        is_wanted = self._asked_at < wants.next_step(self._asked_at) <= clock.step
+        if is_end or is_wanted:
             measured = self._end_interval()
             self._together(parts.applier.check_unmoved)
             interval = Interval(
                 step=clock.step,
                 frozen=self.frozen,
-                num_steps=measured.num_steps if ends else 0,
+                num_steps=measured.num_steps if is_end else 0,
                 loss=measured.loss,
                 learning_rate=measured.learning_rate,
                 seconds=measured.iteration_wall_s,
             )
-            if is_asked or wants.interval_steps is not None or wants.steps:
+            if is_wanted or wants.interval_steps is not None or wants.steps:
                 self._ask(interval)
-            if ends and parts.evaluation is not None and self.parts is parts:
+            if is_end and parts.evaluation is not None and self.parts is parts:
                 self._evaluate(parts, parts.evaluation, interval)
-            self._asked = clock.step
+            self._asked_at = clock.step
         if self.parts is parts:
             parts.prepare(self.clock, self.status)
             if self._cache is not None and self.frozen != before:
                 parts.move_cache(self._cache, self.clock, self.status.window)
 
     def _end_interval(self) -> IntervalMeasured:
-        """Journal and return what an interval showed; what a new depth compiles is our overhead."""
+        """Journal and return what an interval showed; compiling for a new depth is overhead."""
         clock = self.clock
         if self.training.compilation is not None:
             compiled_s = self.training.compilation.look()
@@ -213,7 +215,7 @@ class Session:
         return measured
 
     def _ask(self, interval: Interval) -> None:
-        """Ask the policy, and do what that of the first rank says or refuse it."""
+        """Ask the policy, and apply the answer of the first rank, or refuse it."""
         parts = self.parts
         if parts is None:  # a callback for events has closed the run
             return
@@ -232,7 +234,7 @@ class Session:
                 torch.cuda.reset_peak_memory_stats(device)
 
     def _note_status(self, parts: Parts, readings: Sequence[Reading]) -> None:
-        """Journal what the policy says of itself: its stage, and what it concluded of readings."""
+        """Journal a new stage of the policy, and what it concluded from readings."""
         before, found = self.status, getattr(parts.policy, "status", None)
         self.status = status = found if isinstance(found, Status) else before
         if parts.evaluation is not None:
@@ -242,18 +244,18 @@ class Session:
             changed = StageChanged(step=self.clock.step, stage=status.stage, reason=status.reason)
             self.recorder.write(changed)
 
-    def _plan_next(self) -> None:
+    def _find_due(self) -> None:
         """Find the next step at which something is to be done."""
         self._due = math.inf if self._is_lost else self.clock.ends
-        if self.parts is not None:
-            self._due = min(self._due, self.parts.policy.wants.next_step(self._asked))
+        if self.parts is not None and not self._is_lost:
+            self._due = min(self._due, self.parts.policy.wants.next_step(self._asked_at))
             if self.parts.evaluation is not None:
                 self._due = min(self._due, self.parts.evaluation.due)
 
     # --- evaluations, for a policy that wants plasticity -----------------------------------------
 
-    def _evaluate(self, parts: Parts, evaluation: Evaluation, interval: Interval) -> None:
-        """Have the plasticity read that the policy wants, and refresh the reference where due."""
+    def _evaluate(self, parts: Parts, evaluation: "Evaluation", interval: Interval) -> None:
+        """Request the plasticity that the policy wants; refresh the reference where it is due."""
         evaluation.request(interval, parts.policy.wants)
         self._take_in_readings(parts)
         if self.parts is parts:
@@ -261,7 +263,7 @@ class Session:
             self.clock.interval_steps = fitting[0]
 
     def _take_in_readings(self, parts: Parts) -> None:
-        """Give the policy the readings that have come; of several processes the first has them."""
+        """Give the policy the readings that have arrived, which only the first rank has."""
         evaluation = parts.evaluation
         if evaluation is None:
             return
@@ -269,7 +271,7 @@ class Session:
             if self.parts is not parts:
                 return
             if reading.module != parts.policy.wants.plasticity_of:
-                late = "it came late: the layer module is no longer monitored, or not now"
+                late = "it came late: the policy no longer asks for this layer module"
                 evaluation.drop(reading.evaluation, reading.module, late)
                 continue
             rate, step = self._together(self._rate)[0], self.clock.step
@@ -280,7 +282,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides, as plain data and tensors."""
-        engine = {**self.parts.state_dict(), "asked": self._asked} if self.parts else None
+        engine = {**self.parts.state_dict(), "asked": self._asked_at} if self.parts else None
         return {
             "schema": STATE_SCHEMA,
             "clock": self.clock.state_dict(),
@@ -292,29 +294,29 @@ class Session:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; StateError, with nothing changed, where it is of another run."""
+        """Restore a saved state; StateError, with nothing changed, if it is of another run."""
         engine, status = state["engine"], Status(**state["status"])
-        Clock(None).load_state_dict(state["clock"])
+        Clock(None).load_state_dict(state["clock"])  # raises before anything has changed
         cut = Cut.from_dict(engine["cut"]) if engine else None
         self.training.check_state(state, cut)
         epoch_steps = engine["epoch_steps"] if engine else None
         if cut is None and self.parts is not None:  # back to before its first step
             cut, epoch_steps = self.parts.cut, self.parts.epoch_steps
         if state["has_ended"] and not self._has_ended:
-            self._end("it had ended in the run that goes on here")
+            self._end("freezing had ended before the state was saved")
         elif cut is not None and not self._has_ended:
             wrapper = ddp.find_wrapper(self.training.given)
             self._install(make_parts(self.training, cut, wrapper, epoch_steps, engine))
-            self._asked = engine["asked"] if engine else -1
+            self._asked_at = engine["asked"] if engine else -1
         self.clock.load_state_dict(state["clock"])
         self.steps.has_stepped = bool(state["steps"]["has_stepped"])
         self.recorder.step, self.status = self.clock.step, status
         if self.parts is not None:
             self._restore(self.parts, engine)
-        self._plan_next()
+        self._find_due()
 
     def _restore(self, parts: Parts, engine: Mapping[str, Any] | None) -> None:
-        """Freeze what a saved state had frozen, and read plasticity as its run did."""
+        """Freeze what was frozen in a saved state, and go on with its readings of plasticity."""
         if self._first is not None:
             self._first.close()
             self._first = None
@@ -323,24 +325,24 @@ class Session:
             parts.prepare(self.clock, self.status, engine["evaluator"])
             if self._cache is not None:
                 parts.move_cache(self._cache, self.clock, self.status.window)
-        if self._asked < 0 or parts.policy.wants.next_step(self._asked) <= self.clock.step:
-            self._act()  # the state was taken while this was being decided
+        if self._asked_at < 0 or parts.policy.wants.next_step(self._asked_at) <= self.clock.step:
+            self._act()  # the state was saved in the middle of this decision
 
     # --- ends and faults -------------------------------------------------------------------------
 
     def _together(self, work: Callable[[], T]) -> list[T]:
-        """Return what all processes of the job found; what this one did where none decides."""
+        """Return the result of `work` on all ranks; of this one where ranks do not meet."""
         return together(work) if self._meets else [work()]
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:
-        """Turn a fault of ours into the end of freezing, in all processes; an interrupt passes."""
+        """End freezing on all ranks if the block raises; an interrupt passes through."""
         try:
             yield
             views = self._together(lambda: (self.frozen, self.clock.interval_steps))
             if any(view != views[0] for view in views):
                 raise RankError(f"the processes of the job do not agree on what is frozen: {views}")
-        except LostError as error:  # to thaw alone would part this process from the others
+        except LostError as error:  # this rank must not thaw while the others stay frozen
             self._is_lost, self._meets = True, False
             self.recorder.decline("freezing and thawing any further", str(error))
         except RankError as error:
@@ -351,7 +353,7 @@ class Session:
                 self.recorder.fault(what, error)
                 reason = f"{what} failed ({type(error).__name__}: {error})"
 
-            def fail() -> None:  # in an exchange, so that the other processes end freezing too
+            def fail() -> None:  # raised in an exchange, so that freezing ends on the others too
                 raise FreezingEndedError(reason)
 
             with suppress(RankError, LostError, FreezingEndedError):
@@ -359,14 +361,14 @@ class Session:
             self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """Freeze nothing any more in this run."""
+        """Thaw everything, and freeze nothing any more in this run."""
         self._has_ended, self._meets = True, False
         self._start_journal()
         self._release()
         self.recorder.decline("freezing", reason)
 
     def _release(self) -> None:
-        """Thaw everything and let go of what was made for the cut."""
+        """Thaw everything and close all that was made for the cut."""
         actions: list[Callable[[], object]] = [partial(finish, self.training.model)]
         if self.parts is not None:
             actions.append(self.parts.applier.close)

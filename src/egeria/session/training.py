@@ -1,7 +1,5 @@
 """What the user trains, as `attach` was given it, and the watch over its first step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +11,6 @@ from torch import nn
 from egeria.config import Config
 from egeria.distributed import ddp, fsdp2
 from egeria.distributed.ranks import is_initialized, together
-from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.journal import Recorder
 from egeria.model.compile import Compilation
@@ -22,7 +19,7 @@ from egeria.model.group import find_pieces, parent_of
 from egeria.model.hooks import Hook, sweep
 from egeria.model.watch import Watch
 from egeria.policy import UnfreezeRule
-from egeria.session.checks import length_of
+from egeria.session.checks import IN_BACKWARD, length_of, reason_to_decline
 from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
 
@@ -150,7 +147,7 @@ class FirstStep:
 
     def comes_to(self, number: int, num_calls: int) -> bool:
         """Note which gradients an optimizer's step has; return whether all have stepped by now."""
-        if self.watch.is_empty and not num_calls:
+        if not (self.watch.rows or num_calls):
             return False  # `torch.distributed.checkpoint` steps an optimizer to make its state
         self._num_updates[number] += 1
         if self._num_updates[number] > CHECKED_CALLS:  # what is watched meanwhile takes memory
