@@ -133,7 +133,7 @@ def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_pat
     assert loop.run.frozen == 1
     first, *late = told(tmp_path, ReadingDropped)
     assert "no reference model yet" in first.reason
-    assert len(late) >= 5 and all("no longer monitored" in drop.reason for drop in late)
+    assert len(late) >= 5 and all("no longer asks" in drop.reason for drop in late)
     controller.is_holding = True
     loop.step(4)
     loop.optimizer.param_groups[0]["lr"] /= 100
@@ -142,6 +142,6 @@ def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_pat
     controller.is_holding = False
     loop.step(1)
     late = told(tmp_path, ReadingDropped)[1 + len(late) :]
-    assert len(late) == 2 and all("no longer monitored" in drop.reason for drop in late)
+    assert len(late) == 2 and all("no longer asks" in drop.reason for drop in late)
     loop.run.close()
     assert controller.closed

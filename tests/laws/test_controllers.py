@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from laws.models import each_model, each_that_freezes
+from laws.models import each_model_in_time, each_that_freezes
 from laws.support import Training, decisions, differences, paper, readings
 from scripted import ScriptedController
 
@@ -41,7 +41,7 @@ def train(name, controller, directory, expected=None):
     return training, found
 
 
-@each_model
+@each_model_in_time
 @pytest.mark.dist
 @pytest.mark.timeout(400)
 def test_law_2_inline_and_process_decide_alike(name, tmp_path):

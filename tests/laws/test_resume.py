@@ -2,7 +2,7 @@
 
 import pytest
 
-from laws.models import each_model
+from laws.models import each_model, each_model_in_time
 from laws.support import Training, decisions, differences, how
 
 pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")  # a law holds whatever is warned of
@@ -34,8 +34,18 @@ def whole(tmp_path_factory):
 
 
 @each_model
-@pytest.mark.parametrize(("kind", "stop"), [(kind, stop) for kind, stops in STOPS.items() for stop in stops])
-def test_law_5_stopped_and_resumed_is_uninterrupted(name, kind, stop, whole, tmp_path):
+@pytest.mark.parametrize("stop", STOPS["plan"])
+def test_law_5_a_plan_goes_on(name, stop, whole, tmp_path):
+    go_on(name, "plan", stop, whole, tmp_path)
+
+
+@each_model_in_time
+@pytest.mark.parametrize("stop", STOPS["paper"])
+def test_law_5_the_rule_of_the_paper_goes_on(name, stop, whole, tmp_path):
+    go_on(name, "paper", stop, whole, tmp_path)
+
+
+def go_on(name, kind, stop, whole, tmp_path):
     end, fronts, decided, checkpoints = whole(name, kind)
     resumed = Training(name, seed=9, directory=tmp_path, **how(kind))
     resumed.load(checkpoints[stop])

@@ -7,7 +7,7 @@ import pytest
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from laws.models import MODELS, each_model
+from laws.models import MODELS, each_model, each_model_in_time
 from laws.support import Training, decisions, differences, how
 from ranks import run_ranks
 
@@ -31,7 +31,7 @@ def train(name, kind, directory, has_own_data=False):
     return training.everything(), depths, weights
 
 
-@each_model
+@each_model_in_time
 def test_law_6_two_ranks_decide_and_train_like_one(name, tmp_path):
     end, depths, weights = train(name, "paper", tmp_path / "one")
     for two in run_ranks(train, name, "paper", tmp_path / "two"):
