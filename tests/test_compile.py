@@ -208,4 +208,4 @@ def test_a_model_that_is_compiled_behind_attach_goes_on_and_unfrozen_before_the_
     assert run.frozen == 2 * step
     run.close()
     declined = egeria.read_journal(tmp_path).of(Declined)
-    assert step or "compiled behind attach" in declined[0].reason
+    assert step or "compiled after attach" in declined[0].reason

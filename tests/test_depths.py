@@ -138,7 +138,7 @@ def test_a_model_freezes_as_deep_as_its_outputs_allow(kind, tmp_path):
     check_by_hand(program, tmp_path, PLANS[0], deepest=deepest).run.close()
     reasons = declined(tmp_path)
     assert len(reasons) == (deepest is not None)
-    assert all("depends on nothing behind" in reason for reason in reasons), reasons
+    assert all("depends on nothing after" in reason for reason in reasons), reasons
 
 
 def test_reentrant_checkpoints_are_declined_with_the_way_out(tmp_path):

@@ -1,4 +1,4 @@
-"""The end of a frozen front: what the rest of the model reads of it, recorded and given back."""
+"""The end of a frozen front: records what the rest of the model reads, and gives it back."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -18,49 +18,49 @@ from egeria.model.hooks import Hook, is_ours, remove
 from egeria.model.passes import Autocast, Batch
 
 HOOKED = (
-    "there is a forward hook on a frozen layer or a container of some, which would read what "
-    "stands in for skipped layers, or a pre-hook on the model, which would run twice; remove it"
+    "there is a forward hook on a frozen layer or a module around some, which would read the "
+    "stand-ins of skipped layers, or a pre-hook on the model, which would run twice; remove it"
 )
 RECOMPUTED = (
     "the backward pass runs {name} again, from inputs that would be skipped: let no checkpointed "
     "section reach over the boundary of the frozen layers"
 )
 TRAINED = (
-    "a weight of the frozen layers is in training still, and what they give changes with it; if it "
-    "is tied to a layer behind them, untie it, or set its requires_grad to False"
+    "a weight of the frozen layers still trains, and their outputs change with it; if it is tied "
+    "to a later layer, untie it, or set its requires_grad to False"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What the frozen layers give in one kind of call, without the values."""
+    """The outputs of the frozen layers in one kind of call, without their values."""
 
-    blanks: dict[str, Any]  # of each root that is left out, its output with NaN for each tensor
-    crossing: Tensor  # the shape, strides and dtype of what crosses, on the meta device
+    blanks: dict[str, Any]  # for each root that is skipped, its output with NaN for each tensor
+    crossing: Tensor  # shape, strides and dtype of what crosses, on the meta device
 
 
 class Record:
-    """What the frozen layers gave in one forward pass, and what its backward pass showed."""
+    """What the frozen layers gave in a forward pass, and what its backward pass showed."""
 
     def __init__(self, tap: str) -> None:
         self._tap = tap
         self.calls, self.blanks = Counter[str](), dict[str, Any]()
-        self.value: Tensor | None = None  # what crosses: a copy, which nothing behind overwrites
-        self.autocast: Autocast | None = None  # within the front, where the model may turn it on
+        self.value: Tensor | None = None  # what crosses: a copy, which nothing overwrites
+        self.autocast: Autocast | None = None  # within the front: the model may turn it on
         self.refusal = ""
         self.true_positions: Tensor | None = None  # of the batch; None without padding
         self.saw_backward = False
-        self.reads_padding = False  # whether the loss depends on what the model gives at padding
+        self.reads_padding = False  # whether the loss depends on the output at padding
 
     def note(self, name: str, output: Any) -> None:
-        """Note what the root of this name gave, in a pass of the user's, which goes on anyway."""
+        """Note what a root gave in a pass of the user's, which must go on."""
         try:
             self._note(name, output)
         except Exception as error:
             self.refusal = self.refusal or f"what {name} gives cannot be kept ({error})"
 
     def await_backward(self, output: Any, batch: Batch) -> None:
-        """Note when the backward pass of what a pass gave begins, and whether it needs padding."""
+        """Note when the backward pass of an output begins, and whether it reads padding."""
         self.true_positions = true_positions(batch)
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
@@ -93,11 +93,11 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How what crosses [B, ...] is taken apart by sample."""
+    """How what crosses [B, ...] is divided into samples."""
 
     limit: float  # relative difference that counts as rounding
-    # Of the arguments that are cut to the lengths of their rows, as what crosses [B, T, ...] is;
-    # none where padding counts.
+    # The arguments that are cut to the lengths of their rows, as what crosses [B, T, ...] is.
+    # Empty if padding counts.
     cut_names: frozenset[str] = frozenset()
 
     def split(self, value: Tensor, lengths: Sequence[int] | None) -> list[Tensor]:
@@ -108,7 +108,7 @@ class Layout:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def join(self, rows: Sequence[Tensor], kind: Kind, device: torch.device) -> Tensor | None:
-        """Return what crosses for a batch of a kind; None where the rows do not fit it."""
+        """Return what crosses for a batch of a kind; None if the rows do not fit it."""
         make = torch.zeros_like if self.cut_names else torch.empty_like
         found = make(kind.crossing, device="cpu")
         for whole, row in zip(found, rows, strict=True):
@@ -120,14 +120,14 @@ class Layout:
 
 
 class Boundary:
-    """The frozen front of a model, of whose outputs the rest reads one: that of the last layer.
+    """The frozen front of a model; of its outputs the rest must read the last layer's alone.
 
-    Frozen submodules (*roots*) that are called once in a pass are left out by giving their outputs
-    back: what crosses at the tap, NaN elsewhere, so that whatever else is read shows. Look-ups in
-    tables run all the same: they cost little, and later layers may read them too.
+    Frozen submodules (*roots*) that are called once in a pass are skipped by giving their outputs
+    back: what crosses at the tap, and NaN elsewhere, which shows if it is read. Look-ups in tables
+    run all the same: they cost little, and later layers may read them too.
 
     Raises:
-        UncacheableError: the layer modules cannot be left out; the message is the reason.
+        UncacheableError: the layer modules cannot be skipped; the message is the reason.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
@@ -155,7 +155,7 @@ class Boundary:
     def check(self) -> int | None:
         """Return a number that changes with each write to a frozen parameter that torch counts.
 
-        None while a parameter has another in its place. Buffers do not count, since
+        None while a parameter is replaced by another one. Buffers do not count, since
         DistributedDataParallel copies them in every pass.
 
         Raises:
@@ -173,7 +173,7 @@ class Boundary:
         return sum(int(weight._version) for *_, weight in self._slots)
 
     def record(self) -> Record:
-        """Return what notes all that the roots give from now on, until `close`."""
+        """Return a record of all that the roots give from now on, up to `close`."""
         record = Record(self.tap)
 
         def note(*given: Any, name: str) -> None:
@@ -184,15 +184,15 @@ class Boundary:
         return record
 
     def close(self) -> None:
-        """Take the hooks off; can be called again after an interrupt."""
+        """Remove the hooks; can be called again after an interrupt."""
         for root in self.roots.values():
             remove(root._forward_hooks, self)
 
     def learn(self, batch: Batch, record: Record) -> tuple[Kind, Tensor]:
-        """Return the kind of call that a recorded pass was, which is remembered, and what crossed.
+        """Return and remember the kind of call that a recorded pass was, and what crossed.
 
         Raises:
-            UncacheableError: the frozen layers did not run as when the boundary was proven.
+            UncacheableError: the frozen layers did not run as in the proof.
         """
         require(not record.refusal, record.refusal)
         once = {name for name, count in record.calls.items() if count == 1}
@@ -211,10 +211,10 @@ class Boundary:
 
     @contextmanager
     def replaying(self, kind: Kind, value: Tensor) -> Iterator[None]:
-        """Leave the frozen layers out of the forward pass in the block, which is given `value`.
+        """Skip the frozen layers in the forward pass of the block, which is given `value`.
 
         Raises:
-            UncacheableError: behind the block: one was not called once.
+            UncacheableError: after the block: one was not called once.
         """
         calls, left = Counter[str](), [value]
 
@@ -223,7 +223,7 @@ class Boundary:
             is_tap = name == self.tap
 
             def fill(blank: Tensor) -> Tensor:
-                # A copy, since operations of the model may write into it.
+                # A copy, since the model may write into it.
                 is_value = is_tap and left and blank.is_floating_point() and blank.dim() > 1
                 return left.pop() if is_value else blank.clone()
 
@@ -241,17 +241,17 @@ class Boundary:
                 if name in before:
                     table["forward"] = before[name]
         odd = next((name for name in kind.blanks if calls[name] != 1), "")
-        require(not odd, f"{odd} was called {calls[odd]} times in a pass that leaves it out")
+        require(not odd, f"{odd} was called {calls[odd]} times in a pass that skips it")
 
 
 def require(condition: bool, reason: str) -> None:
-    """Raise UncacheableError with the reason where a condition does not hold."""
+    """Raise UncacheableError with the reason unless a condition holds."""
     if not condition:
         raise UncacheableError(reason)
 
 
 def signature(batch: Batch) -> Hashable:
-    """Return a value that is equal for calls that run alike: by shapes, types and plain values."""
+    """Return a value that is equal for calls of equal shapes, types and plain values."""
     told: list[Hashable] = [
         (name, e.shape, e.dtype, e.device) if isinstance(e, Tensor) else (name, repr(e))
         for name, e in batch.contents
@@ -260,13 +260,13 @@ def signature(batch: Batch) -> Hashable:
 
 
 def has_nan(output: Any) -> bool:
-    """Return whether a tensor that a pass gave, also one in an object, has a NaN in it."""
+    """Return whether there is a NaN in an output, also within objects."""
     found = (entry for entry in tree.tensors(output) if entry.is_floating_point())
     return any(bool(entry.detach().sum().isnan()) for entry in found)
 
 
 def _refusal(name: str, output: Any) -> str:
-    """Return why what a root gives cannot be stored; empty where it can."""
+    """Return why the output of a root cannot be stored, or an empty string."""
     if tree.requires_grad(output):
         return f"what {name} gives needs a gradient: something in front of it is in training"
     if len(list(tree.leaves(output))) != len(tree.tensors(output)):
@@ -278,7 +278,7 @@ def _refusal(name: str, output: Any) -> str:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """Return NaN in the shape of a tensor, which takes no memory; for integers another value."""
+    """Return NaN, or another integer, in the shape of a tensor; it takes no memory."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     value = torch.nan if is_number else int(not tensor.any())
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

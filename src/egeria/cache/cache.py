@@ -1,4 +1,4 @@
-"""`Cache`: training passes that leave the frozen front out where their input was there before."""
+"""`Cache`: training passes that skip the frozen front for inputs that have come before."""
 
 import math
 import time
@@ -25,33 +25,33 @@ from egeria.model.cut import LayerModule
 from egeria.model.passes import Batch
 
 WHAT = "skipping the frozen forward pass"
-LEAST_EPOCHS = 1.2  # that the front must stay frozen: the first one fills the store
+LEAST_EPOCHS = 1.2  # for which the front must stay frozen: the first one fills the store
 
 
 @dataclass(eq=False, kw_only=True)
 class Cache:
-    """Makes the training passes of a model whose front is frozen, and fills itself by them.
+    """Makes the training passes of a model with a frozen front, and stores what the front gives.
 
-    Whatever fails costs the saving, not the training: passes are computed from then on.
+    A failure costs the saving, not the training: from then on passes are computed.
     """
 
     model: nn.Module  # without wrappers
     settings: CacheConfig
-    recorder: Recorder  # journals what it does
-    spend: Callable[[float, float], None]  # takes seconds of ours in an iteration: wall-clock, CPU
+    recorder: Recorder
+    spend: Callable[[float, float], None]  # counts overhead: seconds of wall clock and of CPU
     directory: Path | None  # where a file may go; None where nothing is written
-    loader: Any  # of the user; None where it was not given
-    num_batches: int | None  # of an epoch; None where nobody knows
-    num_local: int  # processes of this host that share its memory
+    loader: Any  # of the user; None if it was not given
+    num_batches: int | None  # of an epoch; None if unknown
+    num_local: int  # ranks on this host, which share its memory
     _generation: Generation | None = None
     _ahead: LookAhead | None = None
     _number: int = 0  # of the generation
     _is_own_pass: bool = False
 
     def follow(self, modules: Sequence[LayerModule], epochs_ahead: float | None) -> None:
-        """Move the boundary behind these frozen layer modules, front to back; what was stored goes.
+        """Move the boundary to the end of these frozen layer modules; delete what was stored.
 
-        `epochs_ahead` tells for how long it stays there, None where nobody knows.
+        `epochs_ahead` says for how long it stays there, None if unknown.
         """
         self.close()
         if not modules:
@@ -95,7 +95,7 @@ class Cache:
             generation.close(self._number)
 
     def refuse(self, boundary: str, reason: str) -> None:
-        """Stop storing and serving; warn with the reason if the cache was asked for."""
+        """Stop storing and serving; warn with the reason if the user had asked for the cache."""
         self.close()
         self._decide(boundary, reason)
         if self.settings.enabled is True:
@@ -119,12 +119,12 @@ class Cache:
 
     @contextmanager
     def _guard(self, generation: Generation) -> Iterator[None]:
-        """Count the seconds of the block as ours; an error in it ends the use of what is stored."""
+        """Count the seconds of the block as overhead; an error in it ends the use of the cache."""
         begin, begin_cpu, self._is_own_pass = time.perf_counter(), time.process_time(), True
         try:
             yield
         except Exception as error:
-            if self._generation is generation:  # else it has ended in the pass itself
+            if self._generation is generation:  # else it has ended within the pass
                 reason = str(error)
                 if not isinstance(error, UncacheableError):
                     self.recorder.fault("the activation cache", error)
@@ -149,7 +149,7 @@ class Cache:
 
 
 class CachedForward:
-    """The `forward` of a model while the cache makes its passes; copies have the model's own."""
+    """Replaces `forward` of a model while the cache makes its passes; copies get its own."""
 
     def __init__(self, cache: Cache, model: nn.Module, own_forward: Any) -> None:
         self._cache, self._model, self.own_forward = cache, model, own_forward

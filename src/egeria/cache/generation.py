@@ -1,4 +1,4 @@
-"""`Generation`: what is stored behind one boundary, and the passes made with it."""
+"""`Generation`: the store of one boundary, and the passes made with it."""
 
 import statistics
 import time
@@ -22,18 +22,18 @@ from egeria.journal import Recorder
 from egeria.model.passes import KEPT, Batch, keeps_outside, living
 from egeria.random_state import restoring_all
 
-# Batches more than an epoch has after which so many of the rows must have come again.
+# So many batches after the end of an epoch, this share of the rows must have come again.
 MORE_BATCHES, LEAST_REPEATS = 32, 0.05
-UNKNOWN_EPOCH = 10_000  # batches of one whose length nobody knows
-REVIEWED, COMPARED = 50, 8  # iterations from the store, and computed ones, that are compared
-MOST_WAITS = 8  # passes that may come before one shows a backward pass, and padding
-CHECKED_ROWS = 2  # of a batch that is computed for a check: other weights change every row
+UNKNOWN_EPOCH = 10_000  # batches of an epoch, if that is unknown
+REVIEWED, COMPARED = 50, 8  # iterations, served and computed, that are compared
+MOST_WAITS = 8  # passes to wait for one with a backward pass, and padding
+CHECKED_ROWS = 2  # of a batch that is checked: changed weights change every row
 PACKED = (
     "the model is called within a checkpoint, or other hooks on saved tensors, which may run it "
     "again in the backward pass; checkpoint its layers instead"
 )
 PROMPTED = "an input of the model needs a gradient: something in front of it is in training"
-Call = Callable[[], Any]  # makes a pass of the user's
+Call = Callable[[], Any]  # makes the user's pass
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,49 +41,49 @@ class Found:
     """A batch that the model is called with, and what is known of it."""
 
     batch: Batch
-    keys: list[bytes] = field(default_factory=list)  # of its rows; none where nothing is proven yet
-    lengths: list[int] | None = None  # of its rows, where they are cut
-    known: list[int] = field(default_factory=list)  # numbers of the rows that are stored
+    keys: list[bytes] = field(default_factory=list)  # of its rows; none before the proof
+    lengths: list[int] | None = None  # of its rows, if they are cut
+    known: list[int] = field(default_factory=list)  # indices of the rows that are stored
     kind: Kind | None = None
-    value: Tensor | None = None  # what crosses, where the front can be left out
+    value: Tensor | None = None  # what crosses, if the front can be skipped
 
 
 @dataclass(eq=False)
 class Generation:
-    """What is stored behind one boundary, how it is used, and the passes made with it.
+    """The store of one boundary, and the passes made with it.
 
-    What fails raises `UncacheableError`: the boundary is of no use from then on.
+    A failure raises `UncacheableError`: the boundary is of no use from then on.
     """
 
     boundary: Boundary
     store: Store
     settings: CacheConfig
     recorder: Recorder
-    num_batches: int | None  # of an epoch; None where nobody knows
-    # Makes a context that takes such an error behind a pass of the user's.
+    num_batches: int | None  # of an epoch; None if unknown
+    # Makes a context that handles such an error after a pass of the user's.
     guard: "Callable[[Generation], AbstractContextManager[None]]"
 
     def __post_init__(self) -> None:
         settings = self.settings
         self._epoch_batches = self.num_batches or UNKNOWN_EPOCH
-        # At least one check is made in an epoch.
+        # At least one check in an epoch.
         self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
         self._until_check, self._num_watched, self._largest_error = self._check_every, 0, 0.0
         self._versions: int | None = None
-        self._layout: Layout | None = None  # once the boundary is proven
-        self._watched: Record | None = None  # of the pass before, until then
+        self._layout: Layout | None = None  # from the proof of the boundary on
+        self._watched: Record | None = None  # of the newest pass before the proof
         self._counts = Counter(hits=0, misses=0, repeats=0, batches=0, checks=0)
-        # Rows since the last review, and those of them that were stored when they came.
+        # Rows since the last review, and how many of them were stored already.
         self._seen = self._seen_again = 0
-        # Seconds from one pass to the next, where both were of the same kind. Without waits it is
-        # CPU time of this thread, which leaves out what other programs take.
+        # Seconds from one pass to the next of the same kind. If nothing waits it is CPU time of
+        # this thread, which leaves out other programs.
         self._served_s = deque[float](maxlen=0 if settings.gate == "open" else REVIEWED)
         self._computed_s = deque[float](maxlen=REVIEWED)
         waits = self.boundary.device.type != "cpu" or isinstance(self.store, FileStore)
         self._last, self._now = (False, 0.0), time.perf_counter if waits else time.thread_time
 
     def close(self, number: int) -> None:
-        """Free what is stored, and journal what it was used for, under a number."""
+        """Free the store, and journal under a number what it was used for."""
         self.boundary.close()
         self.store.close()
         used = CacheUsed(
@@ -98,7 +98,7 @@ class Generation:
         self.recorder.write(used)
 
     def look_up(self, batch: Batch) -> Found | None:
-        """Return what is known of a batch; None where it is to be computed and forgotten."""
+        """Return what is known of a batch; None if it is to be computed and not stored."""
         require(torch._C._autograd._top_saved_tensors_default_hooks(True) is None, PACKED)
         require(not tree.requires_grad(batch.arguments), PROMPTED)
         if not self._is_proven(batch):
@@ -121,12 +121,12 @@ class Generation:
         return found
 
     def expect(self, batch: Batch) -> None:
-        """Prepare to serve a batch soon, where it takes time to read."""
+        """Prepare to serve a batch soon, if reading it takes time."""
         if isinstance(self.store, FileStore):
             self.store.expect(self._keys(batch)[0] or [])
 
     def make_pass(self, call: Call, found: Found) -> Any:
-        """Make a pass without the front, where what crosses was found, or as it is."""
+        """Make a pass without the front if what crosses was found, else as it is."""
         is_served = found.value is not None
         now, (was_served, began) = self._now(), self._last
         self._last = is_served, now
@@ -144,17 +144,17 @@ class Generation:
             if not has_nan(output):
                 return output
             failure = "the output of the model has NaN in it: it reads more of them than at first"
-        except Exception as error:  # the plain pass raises a user's own again
+        except Exception as error:  # the plain pass raises the user's own errors again
             failure = brief(error)
         restore()
         output = call()
         with self.guard(self):
-            # A loss of NaN is the user's own where the plain pass gives one too.
+            # A NaN is the user's own if the plain pass gives one too.
             require(has_nan(output), f"without the frozen layers {failure}")
         return output
 
     def _fill(self, call: Call, found: Found) -> Any:
-        """Make a pass with the front; store its rows that are new, and check some where due."""
+        """Make a pass with the front; store its new rows, and check some if that is due."""
         is_new = len(found.known) < len(found.keys) and not self.store.is_full
         if found.kind is not None and self._until_check > 0 and not is_new:
             self._counts["misses"] += len(found.keys)
@@ -169,7 +169,7 @@ class Generation:
         return output
 
     def _watch(self, call: Call, batch: Batch) -> Any:
-        """Make a pass with the front; note what it and its backward pass show until the next."""
+        """Make a pass with the front, and note what it and its backward pass show."""
         before, record = living(), self.boundary.record()
         self._watched = record
         output = call()
@@ -180,7 +180,7 @@ class Generation:
         return output
 
     def _is_proven(self, batch: Batch) -> bool:
-        """Prove the boundary ahead of the second pass behind it, or of one that shows more."""
+        """Prove the boundary once a pass has shown enough; return whether it is proven."""
         watched, self._watched = self._watched, None
         if watched is None:
             return self._layout is not None
@@ -199,7 +199,7 @@ class Generation:
         return True
 
     def _keys(self, batch: Batch) -> tuple[list[bytes] | None, list[int] | None]:
-        """Return the keys of the rows of a batch, and their lengths where they are cut."""
+        """Return the keys of the rows of a batch, and their lengths if they are cut."""
         if self._layout is None or not (cut_names := self._layout.cut_names):
             return row_keys(batch), None
         lengths = true_lengths(batch)
@@ -223,7 +223,7 @@ class Generation:
         return value
 
     def _take_in(self, found: Found, record: Record) -> None:
-        """Store the rows of a pass that are not known; check some others where that is due."""
+        """Store the new rows of a pass, and check some known ones if that is due."""
         layout, store = self._layout, self.store
         assert layout is not None
         rows = layout.split(self.boundary.learn(found.batch, record)[1], found.lengths)
@@ -240,7 +240,7 @@ class Generation:
                 self.recorder.decline("storing more activations", store.error)
 
     def _check(self, found: Found, rows: Sequence[Tensor], limit: float) -> None:
-        """Raise UncacheableError if a few stored rows are not what the front gives now."""
+        """Raise UncacheableError if a few stored rows differ from what the front gives now."""
         chosen = found.known[:CHECKED_ROWS]
         stored = self.store.read([found.keys[index] for index in chosen])
         pairs = [(row, rows[i]) for i, row in zip(chosen, stored, strict=True) if row is not None]
@@ -254,7 +254,7 @@ class Generation:
         )
 
     def _review(self) -> None:
-        """Raise UncacheableError where storing does not pay."""
+        """Raise UncacheableError if storing does not pay."""
         if not self._counts["batches"] % (self._epoch_batches + MORE_BATCHES):
             require(
                 self._seen_again >= LEAST_REPEATS * self._seen,

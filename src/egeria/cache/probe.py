@@ -1,4 +1,4 @@
-"""The one probe of a boundary: passes of our own that prove that the front can be left out."""
+"""The proof of a boundary: passes of our own that show that the front can be skipped."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,18 +19,18 @@ _TABLES = ("_parameters", "_buffers", "_modules", "forward")
 
 
 def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
-    """Return how what crosses is taken apart by sample, where the rest needs nothing else.
+    """Return how what crosses is divided into samples, if the rest needs nothing else.
 
-    Makes about four passes of our own, which leave no trace. The boundary learns its first kind of
-    call. `ignores_padding` tells that the loss does not depend on what the model gives at padding.
+    It makes about four passes, which leave no trace. The boundary learns its first kind of call.
+    `ignores_padding` says that the loss does not depend on the output at padding.
 
     Raises:
-        UncacheableError: the frozen layers cannot be left out; the message is the reason.
+        UncacheableError: the frozen layers cannot be skipped; the message is the reason.
     """
     model = boundary.model
     try:
         with undisturbed(model, as_training=True):
-            record = boundary.record()  # its hooks go with the end of the block
+            record = boundary.record()  # its hooks are gone at the end of the block
             computed = _run(model, batch)
     except Exception as error:
         raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
@@ -85,7 +85,7 @@ def _run_front(boundary: Boundary, batch: Batch) -> Tensor:
 def _find_layouts(
     boundary: Boundary, batch: Batch, value: Tensor, limit: float
 ) -> Iterator[Layout]:
-    """Yield how what crosses may be taken apart by sample, best first."""
+    """Yield how what crosses may be divided into samples, best first."""
     _check_rows(boundary, batch, value, limit)
     if _can_cut(boundary, batch, value, limit):
         rows = [(name, e) for name, e in batch.contents if isinstance(e, Tensor)]
@@ -117,7 +117,7 @@ def _check_rows(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -
 
 
 def _can_cut(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> bool:
-    """Return whether the shorter rows of a batch [B, T, ...] are the same without their padding."""
+    """Return whether shorter rows of a batch [B, T, ...] are the same without their padding."""
     if true_positions(batch) is None or (lengths := true_lengths(batch)) is None:
         return False
     full = batch.kwargs["attention_mask"].shape[1]
@@ -125,7 +125,7 @@ def _can_cut(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> b
     chosen = [row for row, length in enumerate(lengths) if length <= short]
     try:
         part = _run_front(boundary, take(batch, chosen, short))
-    except Exception:  # whatever a model raises on sequences cut short
+    except Exception:  # whatever a model raises for shorter sequences
         return False
     if value.shape[1] != full or part.shape != (len(chosen), short, *value.shape[2:]):
         return False
@@ -145,7 +145,7 @@ def _tolerance(record: Record) -> float:
 
 
 def _is_close(first: Tensor, second: Tensor, limit: float) -> bool:
-    """Return whether two tensors are the same up to rounding, also that of their own dtype."""
+    """Return whether two tensors are equal up to rounding, also that of their own dtype."""
     if second.is_floating_point():
         limit = max(limit, 8 * torch.finfo(second.dtype).eps)
     return first.dtype == second.dtype and difference(first, second) <= limit
@@ -172,7 +172,7 @@ def difference(first: Tensor, second: Tensor) -> float:
 
 
 def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limit: float) -> str:
-    """Return the name of the first entry that is not the same up to rounding, or ''."""
+    """Return the name of the first entry that differs beyond rounding, or an empty string."""
     for name in [*computed, *(found.keys() - computed.keys())]:
         first, second = found.get(name, ...), computed.get(name, ...)
         if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -185,7 +185,7 @@ def first_difference(found: Mapping[str, Any], computed: Mapping[str, Any], limi
 
 
 def _without_padding(outcome: dict[str, Any], kept: Tensor | None) -> dict[str, Any]:
-    """Return what a pass gave, of the output for each position [B, T, ...] only the `kept` ones."""
+    """Return an outcome; of outputs for each position [B, T, ...] only the `kept` ones."""
     if kept is None:
         return outcome
     found = {name: e for name, e in outcome.items() if name.startswith("output")}

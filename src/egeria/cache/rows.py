@@ -1,6 +1,6 @@
-"""Rows of activations: where they are kept, and the keys they are known by.
+"""Rows of activations: their keys, and where they are stored.
 
-The key of a row is a digest of all that the model is given for one sample, without its padding.
+The key of a row is a digest of all that the model gets for one sample, without its padding.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from egeria import tree
 from egeria.model.passes import Batch
 
 DIGEST_BYTES = 16
-ROW_BYTES = 256  # kept of a row beside its values: its key and its place
-DISK_SHARE = 0.5  # of the free disk space, that may be used: as much again is left to others
+ROW_BYTES = 256  # of a row beside its values: its key and its place
+DISK_SHARE = 0.5  # of the free disk space may be used; the other half is for others
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
-_SEED = 20  # of what words are multiplied by: the first numbers are the same for all counts
+_SEED = 20  # of the factors of words; a longer row has the same first ones
 
 
 def count_rows(batch: Batch) -> int:
-    """Return the number of samples B, the first axis of the first tensor that has one, or 0."""
+    """Return the number of samples B: the length of the first tensor with an axis, or 0."""
     return next((tensor.shape[0] for tensor in tree.leaves(batch.arguments) if tensor.dim()), 0)
 
 
@@ -69,10 +69,10 @@ def is_cut(tensor: Tensor, batch: Batch) -> bool:
 def row_keys(
     batch: Batch, lengths: Sequence[int] | None = None, cut_names: Collection[str] = ()
 ) -> list[bytes] | None:
-    """Return a key for each row of the model's input; None where it has no rows.
+    """Return a key for each row of the model's input; None if it has no rows.
 
-    Tensors with an entry for each sample count row by row, those in `cut_names` as far as the
-    `lengths` [B]; all else counts for every row, also the type of mixed precision.
+    Tensors with an entry for each sample count row by row, those in `cut_names` up to the `lengths`
+    [B]. All else counts for every row, also the type of mixed precision.
     """
     num_rows, columns = count_rows(batch), []
     shared = hashlib.blake2b(repr(batch.autocast).encode())
@@ -109,10 +109,10 @@ def take(batch: Batch, rows: Sequence[int], length: int | None = None) -> Batch:
 
 @torch.no_grad()
 def digests(tensor: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-    """Return 128 bits for each row of a tensor, computed where it is, as int64 [B, 2].
+    """Return 128 bits for each row of a tensor, computed on its device, as int64 [B, 2].
 
-    Each eight bytes are mixed, multiplied by two numbers of their own, and added up as integers:
-    exact, and the same on every device. What is behind a row's length counts as zero.
+    Words of eight bytes are mixed, multiplied by two factors each, and added up as integers, which
+    is exact and the same on every device. What is beyond a row's length counts as zero.
     """
     rows = _plain(tensor).reshape(len(tensor), -1).view(torch.uint8)
     if lengths is not None:
@@ -155,7 +155,7 @@ class MemoryStore:
         return key in self._rows
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
-        """Store copies of rows; nothing more where they do not fit."""
+        """Store copies of rows; if they do not fit, the store is full."""
         num_bytes = sum(row.nbytes + ROW_BYTES for row in rows)
         self.is_full = self.is_full or self.size_bytes + num_bytes > self._limit_bytes
         if not self.is_full:
@@ -163,7 +163,7 @@ class MemoryStore:
             self.size_bytes += num_bytes
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
-        """Return rows; None for one that is not there."""
+        """Return rows; None for one that is missing."""
         return [self._rows.get(key) for key in keys]
 
     def close(self) -> None:
@@ -172,9 +172,9 @@ class MemoryStore:
 
 
 class FileStore:
-    """Rows in one file of this process, behind one another; a checksum tells a damaged one.
+    """Rows in one file of this process, one after the other; checksums tell damaged ones.
 
-    The file has no name, so that it goes with the process, however that ends. It may have
+    The file has no name, so that it is gone with the process, however that ends. It may take
     `limit_bytes`, but never more than a share of the free space.
 
     Raises:
@@ -196,7 +196,7 @@ class FileStore:
         return key in self._places
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
-        """Append rows; nothing more where they do not fit."""
+        """Append rows; if they do not fit, the store is full."""
         parts = [_bytes(row) for row in rows]
         num_bytes = sum(part.nbytes for part in parts)
         data, offset = np.concatenate(parts), self.size_bytes
@@ -215,12 +215,12 @@ class FileStore:
         self.size_bytes = offset
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
-        """Return rows; None for one that is not there, or damaged, which is forgotten."""
+        """Return rows; None for one that is missing or damaged."""
         self.expect(keys)
         return [self._read(key) for key in keys]
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Let the system read these rows into memory."""
+        """Tell the system that these rows will be read soon."""
         for offset, shape, dtype, _ in [self._places[key] for key in keys if key in self._places]:
             size_bytes = math.prod(shape) * dtype.itemsize
             os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_WILLNEED)
@@ -228,7 +228,7 @@ class FileStore:
     def close(self) -> None:
         """Free the file."""
         if self._is_open:
-            self._is_open, self.is_full = False, True  # nothing goes to a file that has its number
+            self._is_open, self.is_full = False, True  # another file may get its number
             os.close(self._file)
         self._places = {}
 

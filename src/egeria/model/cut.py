@@ -1,4 +1,4 @@
-"""Cutting a model once into layer modules, from what the first passes showed (paper §4.2.1)."""
+"""Cuts a model into layer modules, once, by what its first passes showed (paper §4.2.1)."""
 
 import re
 from bisect import bisect_right
@@ -19,34 +19,34 @@ from egeria.model.watch import Node, Watch, reach, sinks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerModule:
-    """Consecutive layers that are judged and frozen as one unit."""
+    """Consecutive layers that are evaluated and frozen as one unit."""
 
     name: str  # short and unique: "layer1", or "layer3.0-layer3.2" for a part of a stage
     submodules: tuple[str, ...]  # dotted names, front to back; none lies inside another
     parameters: tuple[str, ...]  # those that freeze with it, as in `model.named_parameters()`
-    num_parameters: int  # elements of all parameters in it, also of those that never train
+    num_parameters: int  # elements of all its parameters, also of those that never train
     tap: str  # the submodule whose output is the output of this module
-    share: float  # of the multiplications of a forward pass (elements of matrices times rows)
+    share: float  # of the multiplications in a forward pass (elements of matrices times rows)
     reason: str  # why it is cut here, in one sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """The layer modules of a model in training, and the facts that say how deep it can freeze."""
+    """The layer modules of a model in training, and how deep they may be frozen."""
 
     modules: tuple[LayerModule, ...]  # front to back
     detaches: tuple[bool, ...]  # for each depth, whether the output of the front may be detached
     deepest: int  # the largest number of front modules that may be frozen
-    reason: str  # why that is not all but one, in one sentence; empty where it is
+    reason: str  # why that is not all but one, in one sentence; empty if it is
 
     @property
     def trainable(self) -> tuple[bool, ...]:
-        """Of each layer module, whether any parameter freezes with it."""
+        """For each layer module, whether it has parameters that freeze with it."""
         return tuple(bool(module.parameters) for module in self.modules)
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> "Cut":
-        """Return what `dataclasses.asdict` was called on; it raises if it is anything else."""
+        """Return the cut that `dataclasses.asdict` made this of; raise if it is something else."""
         modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
         cut = cls(**_as_tuples({**entry, "modules": modules}))
         if not len(cut.detaches) == len(modules) > cut.deepest >= 0:
@@ -55,7 +55,7 @@ class Cut:
 
     @classmethod
     def combine(cls, cuts: "Sequence[Cut]") -> "Cut":
-        """Return what holds on all ranks, which have the same layer modules."""
+        """Return the cut that holds on all ranks, which have the same layer modules."""
         detaches = tuple(map(all, zip(*(cut.detaches for cut in cuts), strict=True)))
         return replace(min(cuts, key=lambda cut: cut.deepest), detaches=detaches)
 
@@ -65,7 +65,7 @@ def _as_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Atom(NamedTuple):
-    """A block or unit, the end of what goes with it in the line of pieces, and its output."""
+    """A block or unit, the end of its pieces in the line, and where its output is."""
 
     core: Piece
     stop: int
@@ -127,13 +127,13 @@ def make_modules(
     )
 
 
-# For a `modules.target_share` of None: plasticity judges layer modules one by one, so that few are
-# better; a plan for a pretrained model freezes many, each at its own time.
+# For a `modules.target_share` of None. Plasticity is evaluated one layer module after the other, so
+# few are better; a plan for a pretrained model freezes many, each at its own time.
 COARSE_SHARE, FINE_SHARE = 0.2, 0.1
 
 
 def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict[str, Any]:
-    """Return what `make_modules` is given for settings of `[modules]`."""
+    """Return the arguments of `make_modules` for settings of `[modules]`."""
     is_fine = settings["target_share"] is None and is_pretrained
     share = settings["target_share"] or (FINE_SHARE if is_fine else COARSE_SHARE)
     return {**settings, "target_share": share, "tables_apart": is_fine}
@@ -141,13 +141,13 @@ def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict
 
 @torch.no_grad()
 def is_mostly_trained(model: nn.Module) -> bool:
-    """Return whether most normalisation layers were trained before, so that this is fine-tuning.
+    """Return whether most normalisation layers have been trained, so that this is a fine-tuning.
 
-    They begin with all weights equal, 1 or 0, and with the statistics of no data. Of sharded
-    parameters the part of this process is judged.
+    Untrained ones have equal weights, 1 or 0, and the statistics of no data. Of sharded parameters
+    this looks at the part of this rank.
     """
     norms = [part for part in model.modules() if "norm" in type(part).__name__.lower()]
-    told = list[bool]()  # of each that has such numbers, whether it was trained
+    told = list[bool]()  # for each with such numbers, whether it was trained
     for norm in norms:
         own = [getattr(norm, name, None) for name in ("weight", "running_mean")]
         vectors = [e for e in own if isinstance(e, Tensor) and e.dim() == 1 and not e.is_meta]
@@ -160,7 +160,7 @@ def is_mostly_trained(model: nn.Module) -> bool:
 def _find_line(
     pieces: Sequence[Piece], watch: Watch | None, order: Iterable[str] | None
 ) -> list[Piece]:
-    """Return the pieces that ran, by their last call; without a pass all, as they are defined."""
+    """Return the pieces that ran, in the order of their last calls; without a pass, all."""
     nodes = set() if watch is None else reach(watch.outputs)
     if any("CheckpointFunction" in node.name() for node in nodes):
         raise UnsupportedModelError(
@@ -178,9 +178,9 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    The graph is asked for lookup tables, and for what no piece in `line` holds, such as a class
-    token; what is not found there was used behind all pieces, as in the loss. Without a graph what
-    a submodule around pieces holds itself counts as used in front.
+    The graph tells where lookup tables are used, and parameters that no piece in `line` holds, such
+    as a class token. What it does not have is used after all pieces, as in the loss. Without a
+    graph, parameters of a submodule around pieces count as used in front.
     """
     places = {name: index for index, piece in enumerate(line) for name in piece.parameters}
     uses = {} if watch is None else _find_uses(model, line, watch)
@@ -195,7 +195,7 @@ def _find_places(
 
 
 def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[str, int]:
-    """Return for each parameter in the graph the index of the last piece that it is in front of."""
+    """Return for each parameter in the graph the index of the last piece that depends on it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     uses: dict[str, int] = {}
     passed: set[Node] = set()
@@ -207,7 +207,7 @@ def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[st
 
 
 def _with_table_apart(line: list[Piece], places: Mapping[str, int]) -> list[Piece]:
-    """Make the first piece that holds a table of its own a block, if it is in front of all."""
+    """Make a block of the first piece with a lookup table of its own, if no block precedes it."""
     for index, piece in enumerate(line):
         if piece.role in ATOMS:
             break
@@ -217,7 +217,7 @@ def _with_table_apart(line: list[Piece], places: Mapping[str, int]) -> list[Piec
 
 
 def _find_atoms(line: Sequence[Piece]) -> list[_Atom]:
-    """Give every piece to a block or unit: the next one, or for a head or a norm the last."""
+    """Assign every piece to a block or unit: to the next one; a head or a norm to the last one."""
     atoms: list[_Atom] = []
     for stop, piece in enumerate(line, start=1):
         normalises = bool(atoms and piece.parameters and atoms[-1].core.role == "unit")
@@ -238,7 +238,7 @@ def _find_atoms(line: Sequence[Piece]) -> list[_Atom]:
 def _group(
     model: nn.Module, atoms: Sequence[_Atom], target_share: float, minimum_share: float
 ) -> list[Group]:
-    """Group atoms by size, next to which the vocabulary of a multilingual model does not count."""
+    """Group atoms by size; large vocabularies do not count."""
     named, tables = dict(model.named_parameters()), tables_in(model)
     cores, shapes = [atom.core for atom in atoms], {table.shape for table in tables}
     weights = {core: set(core.module.parameters()) - tables for core in cores}
@@ -271,9 +271,9 @@ def _divide(
 def read_graph(
     model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Collection[Tensor] = ()
 ) -> Cut:
-    """Add to the layer modules what the graph of the first passes says.
+    """Return the cut of these layer modules, by the graph of the first passes.
 
-    `trained` is all that the optimizers train, also tensors that are not of the model.
+    `trained` is all that the optimizers train, also tensors that are not in the model.
     """
     graph = _Graph(model, modules, watch, trained)
     limits = [(len(modules) - 1, ""), *graph.limits_of_outputs(), *graph.limits_of_the_loop()]
@@ -299,39 +299,39 @@ class _Graph:
             for module in modules
             for name in module.submodules
         }
-        # What the graph begins with: parameters of the model, inputs, and what an optimizer trains
-        # that is not of the model: a hook, say, brings it in.
+        # The leaves of the graph: parameters of the model, inputs, and tensors that an optimizer
+        # trains but the model does not have; a hook, say, brings them in.
         leaves = {n: n.variable for n in reach(self._outputs) if hasattr(n, "variable")}
         self._leaves = {node: names[leaf] for node, leaf in leaves.items() if leaf in names}
         self._inputs = {n for n, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
         self._outside = {n for n, leaf in leaves.items() if leaf not in names and leaf in trained}
 
     def limits_of_outputs(self) -> Iterator[tuple[int, str]]:
-        """Yield depths at which an output would lose its last gradient, and why."""
+        """Yield depths beyond which an output would have no gradient, and why."""
         marks, lasts = [self._mark(module) for module in self._modules], set[int]()
         for output in self._outputs:
             nodes = reach([output])
             lasts.update([i for i, mark in enumerate(marks) if mark & nodes][-1:])
         trained = [index for index, module in enumerate(self._modules) if module.parameters]
-        for last in lasts or {max(trained, default=0)}:  # where no output is known
+        for last in lasts or {max(trained, default=0)}:  # if no output is known
             name = self._modules[last].name
-            yield last, f"an output depends on nothing behind {name} that trains"
+            yield last, f"an output depends on nothing after {name} that trains"
 
     def limits_of_the_loop(self) -> Iterator[tuple[int, str]]:
-        """Yield depths at which something else that the loop does would fail, and why."""
+        """Yield depths beyond which something else in the loop would fail, and why."""
         modules = self._modules
         owners = {name: index for index, module in enumerate(modules) for name in module.parameters}
         for names in self._watch.passes.values():
             if names <= owners.keys():
                 last = max(owners[name] for name in names)
-                reached = f"reaches nothing behind {modules[last].name} that trains"
+                reached = f"reaches nothing after {modules[last].name} that trains"
                 yield last, f"a backward pass of its own {reached}; add its loss to the others"
         for name in self._watch.asked & owners.keys():
-            reason = "is asked for by torch.autograd.grad, which fails where nothing requires it"
+            reason = "is asked for by torch.autograd.grad, which fails if nothing requires it"
             yield owners[name], f"the gradient of {name} {reason}"
         for index, module in enumerate(modules):
             for name in self._watch.read.intersection(module.submodules):
-                reason = "is read (retain_grad, a hook), which fails where nothing requires it"
+                reason = "is read (retain_grad, a hook), which fails if nothing requires it"
                 yield index, f"the gradient of the output of {name} {reason}"
 
     def _mark(self, module: LayerModule) -> set[Node]:
@@ -369,11 +369,11 @@ class _Graph:
 
 
 def _outputs_that_count(watch: Watch) -> list[Node]:
-    """Return the outputs that must not lose their gradient.
+    """Return the outputs that must keep a gradient.
 
-    In each backward pass these are the ones that received a gradient and that no other such output
-    is computed from, as logits are from keys and values. Where none received any, it is those that
-    no other output is computed from.
+    These are, in each backward pass, the outputs with a gradient that no other one is computed
+    from, as logits are computed from keys and values. If none has a gradient, it is the outputs
+    that no other one is computed from.
     """
     passes: defaultdict[int, list[Node]] = defaultdict(list)
     for output in dict.fromkeys(watch.outputs):

@@ -1,4 +1,4 @@
-"""Freezing the front of a model, and giving it back as its user would have it."""
+"""Freezes the front of a model, and gives it back as the user expects it."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,15 +18,15 @@ _ATTRIBUTES = ("requires_grad_", "__getstate__")
 
 
 class Freezer:
-    """Owns the frozen depth of one model without wrappers.
+    """Freezes and thaws the front layer modules of one model without wrappers.
 
     Parameters of a frozen layer module require no gradient and hold none. Its submodules stay in
-    eval mode, but for those that serve something that trains, such as a dropout that active blocks
-    use too. A layer module in which nothing trained keeps the modes that the user gave it.
+    eval mode, except those that active layers use too, such as a shared dropout. A layer module in
+    which nothing trained keeps the modes that the user gave it.
 
-    A thaw keeps what the user has changed: a mode other than the model's, and `requires_grad` where
-    `requires_grad_` was called; an assignment, or a call on a tensor subclass, is not seen.
-    A compiled model gets no hooks (`has_hooks`), so that nothing is detached there.
+    A thaw keeps what the user has changed meanwhile: a mode other than the model's, and
+    `requires_grad` if `requires_grad_` set it. An assignment, or a call on a tensor subclass, is
+    not seen. Without `has_hooks`, as in compiled models, nothing is detached.
     """
 
     def __init__(self, model: nn.Module, cut: "Cut", *, has_hooks: bool = True) -> None:
@@ -34,7 +34,7 @@ class Freezer:
         self._held: list[list[_Held]] = []
         self._modes: dict[nn.Module, _Train] = {}
         self._boundary: _Boundary | None = None
-        self.is_whole = True  # not where a change was interrupted: `freeze_to` makes it so again
+        self.is_whole = True  # False after an interrupted change; `freeze_to` mends it
 
     @property
     def depth(self) -> int:
@@ -44,8 +44,8 @@ class Freezer:
     def freeze_to(self, depth: int, *, detaches: bool = True) -> None:
         """Freeze the first `depth` layer modules and thaw all others.
 
-        Their output is detached where the caller and the cut allow it. After an interrupted call
-        the next one, for any depth, starts from a thawed model.
+        Their output is detached if the caller and the cut allow it. After an interrupted call the
+        next one starts from a thawed model.
         """
         kept = depth if self.is_whole else 0
         self.is_whole = False
@@ -65,9 +65,9 @@ class Freezer:
         self.is_whole = True
 
     def moved(self) -> list[str]:
-        """Return the names of frozen parameters that were changed, replaced or switched on.
+        """Return the names of frozen parameters that were changed, replaced or made to train.
 
-        Torch counts writes, but not those through `data`; ones that keep the values are no change.
+        torch counts writes, except those through `data`. A write of the same values is no change.
         """
         now, held = self._parameters(), [entry for part in self._held for entry in part]
         return [e.name for e in held if now.get(e.name) is not e.parameter or e.has_moved()]
@@ -76,7 +76,7 @@ class Freezer:
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     def _thaw(self, depth: int) -> None:
-        """Thaw what is behind `depth`, also parameters that have taken the place of frozen ones."""
+        """Thaw what is deeper than `depth`, also parameters that have replaced frozen ones."""
         now = self._parameters() if self.depth > depth else {}
         while self.depth > depth:
             for entry in self._held[-1]:
@@ -94,7 +94,7 @@ class Freezer:
             self._modes[submodule].hold()
 
     def _find_unused(self, depth: int) -> dict[nn.Module, None]:
-        """Return the submodules of frozen layer modules that serve nothing that trains."""
+        """Return the submodules of frozen layer modules that no active layer uses."""
         names = [module.submodules for module in self._cut.modules]
         roots = [[self._model.get_submodule(name) for name in own] for own in names]
         front = [part for own in roots[:depth] for part in own]
@@ -102,8 +102,8 @@ class Freezer:
         elsewhere = {part for _, part in self._model.named_modules(memo=set(front))}
 
         def serves(part: nn.Module) -> bool:
-            # A submodule without parameters that has a name elsewhere is used there. One with
-            # parameters may just have two names, and is where its parameters are.
+            # A submodule without parameters that has another name elsewhere is used there too. One
+            # with parameters may just have two names, and counts where its parameters do.
             if part in later or any(p.requires_grad for p in part.parameters(recurse=False)):
                 return True
             return part in elsewhere and next(part.parameters(), None) is None
@@ -128,11 +128,11 @@ class Freezer:
 
 
 def _needs_mode(part: nn.Module) -> bool:
-    """Return whether a submodule keeps its mode, since more depends on it than its own layers.
+    """Return whether a submodule keeps its mode, because more depends on the mode.
 
-    In eval mode quantized weights may be packed for inference, for good, and a
-    `nn.TransformerEncoder` hands nested tensors to all of its layers if the first one is in it. A
-    submodule with a `train` of its own has its user's mode.
+    In eval mode quantized weights may be packed for inference, for good, and if its first layer is
+    in it, `nn.TransformerEncoder` gives nested tensors to all its layers. A submodule with its own
+    `train` keeps the mode that its user wants.
     """
     train = vars(part).get("train")
     is_of_a_copy = getattr(train, "func", None) is type(part).train  # of one that was frozen
@@ -144,11 +144,11 @@ def _needs_mode(part: nn.Module) -> bool:
 
 
 class _Held:
-    """One frozen parameter, with attributes that see its `requires_grad_` and are in no pickle."""
+    """One frozen parameter; it notices a call of `requires_grad_`, and pickles as before."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
-        self.was_active = parameter.requires_grad  # not where the loop has switched it off
+        self.was_active = parameter.requires_grad  # False if the loop had switched it off
         self._is_users = not self.was_active
         self._version, self._sum = self._read_version(), self._sum_bytes()
 
@@ -160,7 +160,7 @@ class _Held:
             self.parameter.grad = None
 
     def release(self, successor: nn.Parameter) -> None:
-        """Let the parameter train again, and the one that has taken its place in the model."""
+        """Let the parameter train again, and the one that has replaced it in the model."""
         if not self._is_users:
             for parameter in (self.parameter, successor):
                 if parameter.is_floating_point() or parameter.is_complex():
@@ -169,7 +169,7 @@ class _Held:
             vars(self.parameter).pop(name, None)
 
     def has_moved(self) -> bool:
-        """Return whether the parameter is not what it was when it was frozen."""
+        """Return whether the parameter has changed since it was frozen."""
         before, self._version = self._version, self._read_version()
         is_written = self._version != before and self._sum_bytes() != self._sum
         return is_written or self.parameter.requires_grad
@@ -186,16 +186,16 @@ class _Held:
         return self.parameter._version + tree.own_part(self.parameter)._version
 
     def _sum_bytes(self) -> int:
-        """Return what other values rarely have too; in any dtype, and without a copy."""
+        """Return a checksum, for any dtype and without a copy."""
         return int(tree.own_part(self.parameter).flatten().view(torch.uint8).sum())
 
 
 class _Train:
-    """`module.train` of a submodule that stays in eval mode; copies have that of the class."""
+    """Replaces `train` of a submodule that stays in eval mode; copies get the class's own."""
 
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self._module, self._model = module, model
-        # The mode that the user gave it; None where it follows the model's.
+        # The mode that the user gave it; None if it follows the model's.
         self._wish = None if module.training == model.training else module.training
         self._version = getattr(self._count, "_version", 0)
 
@@ -216,33 +216,33 @@ class _Train:
         return self._module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As `partial` reduces itself: its state comes behind it, so that cycles are no problem.
+        # As `partial` does: the state comes after the object, so cycles are no problem.
         method = type(self._module).train
         return partial, (method,), (method, (self._module,), {}, None)
 
     @property
     def _count(self) -> Any:
-        """The batches in the statistics of a normalisation."""
+        """How many batches are in the statistics of a normalisation layer."""
         return getattr(self._module, "num_batches_tracked", None)
 
     def _was_reset(self) -> bool:
-        """Return whether a normalisation makes its statistics anew (`swa_utils.update_bn`)."""
-        # Where nothing was written it is not read, since it may be on an accelerator.
+        """Return whether statistics are being computed anew (`swa_utils.update_bn`)."""
+        # Without a write it is not read, since it may be on an accelerator.
         return getattr(self._count, "_version", 0) != self._version and not self._count.item()
 
 
 class _Boundary:
     """Hooks that detach the output of the frozen front.
 
-    A tied embedding, or an activation that requires a gradient for the sake of checkpoints, would
-    keep the backward pass of the whole front. Nothing is detached in a pass whose inputs require a
-    gradient, outside of a call of the model, and while a parameter in one of the `places` (a table
-    and a name in it) trains: the user's own, or another in its place (`torch.func`).
+    Otherwise a tied embedding, or an activation that requires a gradient because of checkpoints,
+    would keep the whole backward pass of the front. Nothing is detached in a pass whose inputs
+    require a gradient, outside of a call of the model, and while a parameter in one of the `places`
+    (a dictionary and a key) trains: the user's own, or a replacement (`torch.func`).
     """
 
     def __init__(self, model: nn.Module, tap: nn.Module, places: list[tuple[Any, str]]) -> None:
         self._model, self._tap, self._places = model, tap, places
-        # Whether inputs require a gradient; `was`: in the last call, which checkpoints repeat.
+        # Whether inputs require a gradient: now, and in the last call, which checkpoints repeat.
         self._is_asked = self._was_asked = True
 
     def open(self) -> None:

@@ -1,4 +1,4 @@
-"""Watching the user's own passes until the first optimizer step; no pass is made for it."""
+"""Watches the user's own passes up to the first optimizer step, without passes of our own."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -14,16 +14,16 @@ from egeria.errors import brief
 from egeria.model.group import Piece
 from egeria.model.hooks import Hook, remove, sweep
 
-Node = Any  # of the graph (`Tensor.grad_fn`); while it is held, it keeps its identity
-_current_backward: Any = torch._C._current_graph_task_id  # the backward pass this is in, or -1
+Node = Any  # of the autograd graph (`Tensor.grad_fn`); its identity lasts while it is held
+_current_backward: Any = torch._C._current_graph_task_id  # the current backward pass, or -1
 
 
 class Watch:
-    """Notes which pieces ran, in which order, and where their outputs stand in the graph.
+    """Notes which pieces ran, in which order, and where their outputs are in the graph.
 
-    The hooks sit on the pieces and on the modules around them, so that all passes until `close` are
-    seen, also where the loop calls parts of the model one by one. Not noted is what runs without
-    gradients, as a teacher does, and what a backward pass computes anew for a checkpoint.
+    The hooks are on the pieces and on the modules around them, so that all passes up to `close` are
+    seen, also if the loop calls parts of the model one by one. What runs without gradients, as a
+    teacher does, is not noted, nor what a checkpoint recomputes in the backward pass.
     """
 
     def __init__(self, model: nn.Module, pieces: Iterable[Piece]) -> None:
@@ -33,24 +33,24 @@ class Watch:
         self._added: set[tuple[int, str]] = set()
         self._given: list[tuple[str, weakref.ref[Tensor]]] = []
         self._pass: dict[str, None] = {}
-        self.order: dict[str, None] = {}  # pieces that ran, by their last call in a pass
+        self.order: dict[str, None] = {}  # pieces that ran, in the order of their last calls
         self.nodes = defaultdict[str, list[Node]](list)  # of the outputs of a piece
         self.rows = Counter[str]()  # vectors that the weights of a piece were multiplied with
-        self.outputs: list[Node] = []  # of what the outermost calls returned
-        self.backwards = defaultdict[Node, set[int]](set)  # that gave an output a gradient
-        self.passes = defaultdict[int, set[str]](set)  # parameters that each backward pass reached
-        self.read: set[str] = set()  # pieces whose outputs' gradient the loop reads
-        self.num_calls = 0  # of the model: one for each micro-batch
-        self.failure = ""  # of a hook: nothing is noted from then on, and no cut can be made
+        self.outputs: list[Node] = []  # of the outermost calls
+        self.backwards = defaultdict[Node, set[int]](set)  # backward passes that reached an output
+        self.passes = defaultdict[int, set[str]](set)  # parameters by backward pass
+        self.read: set[str] = set()  # pieces whose output gradient the loop reads
+        self.num_calls = 0  # calls of the model: one for each micro-batch
+        self.failure = ""  # of a hook; then nothing more is noted, and no cut can be made
 
     @property
     def asked(self) -> set[str]:
-        """Parameters whose gradient was worked out and not added up: by `torch.autograd.grad`."""
+        """Parameters whose gradient was computed but not accumulated: by `torch.autograd.grad`."""
         reached = {(task, name) for task, names in self.passes.items() for name in names}
         return {name for _, name in reached - self._added}
 
     def open(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         inner = {part for module in self._names for part in module.modules() if part is not module}
         for module in self._model.modules():
             if module not in inner or module in self._names:
@@ -62,13 +62,13 @@ class Watch:
             entry.register_post_accumulate_grad_hook(self._hook(Watch._note_added, name=name))
 
     def close(self) -> None:
-        """Take the hooks off; what was noted stays readable. Can be called again."""
+        """Remove the hooks; the notes stay. Can be called again."""
         sweep(self._model, self)
         for parameter in self._model.parameters():
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 if (table := getattr(parameter, name)) is not None:
                     remove(table, self)
-                    if not table:  # an empty one is called in each backward pass
+                    if not table:  # an empty one costs time in each backward pass
                         setattr(parameter, name, None)
         self._end_pass()
 
@@ -76,10 +76,10 @@ class Watch:
         return Hook(self, partial(Watch._guarded, note=partial(note, **given)))
 
     def _guarded(self, *args: Any, note: Callable[..., None]) -> None:
-        """Note something in a pass of the user's, which no error of ours may stop."""
+        """Note something in a pass of the user's, which must not stop at an error of ours."""
         try:
             if torch.compiler.is_compiling():
-                self.failure = "it was compiled behind attach. Compile it before"
+                self.failure = "it was compiled after attach. Compile it before"
             if not self.failure:
                 note(self, *args)
         except Exception as error:
@@ -90,7 +90,7 @@ class Watch:
             self._stack.clear()
             self._end_pass()
             if all(parameter.grad is None for parameter in module.parameters()):
-                self.num_calls = 0  # the step that it was part of was left out, or is not over
+                self.num_calls = 0  # that step was skipped, or is not over
         if _current_backward() == -1 and torch.is_grad_enabled():
             self._stack.append(module)
 
@@ -100,7 +100,7 @@ class Watch:
         while self._stack.pop() is not module:
             pass
         found = tree.tensors(output)
-        if module in self._names and output is not None:  # of a call that raised it is None
+        if module in self._names and output is not None:  # it is None if the call raised
             self._note_piece(self._names[module], module, found)
         if self._stack:
             return
@@ -111,7 +111,7 @@ class Watch:
         self._find_readers()
 
     def _find_readers(self) -> None:
-        """Look for outputs whose gradient is read: of what is frozen that would raise an error."""
+        """Look for outputs whose gradient is read: it would raise an error for a frozen piece."""
         for name, tensor in [(name, given()) for name, given in self._given]:
             hooks: Any = getattr(tensor, "_backward_hooks", None) or {}
             modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
@@ -136,7 +136,7 @@ class Watch:
         self.nodes[name] += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
 
     def _end_pass(self) -> None:
-        """Add what is new in a pass to the order, in front of what followed there."""
+        """Insert what is new in a pass into the order, in front of what followed it."""
         self._find_readers()
         self._given.clear()
         order, place = list(self.order), len(self.order)
@@ -148,7 +148,7 @@ class Watch:
 
 
 def _count_rows(module: nn.Module, found: list[Tensor]) -> int:
-    """Return the number of vectors in the output of a module; those of images are their pixels."""
+    """Return the number of vectors in an output; the vectors of images are their pixels."""
     output = next((tensor for tensor in found if tensor.dim() > 1), None)
     if output is None:
         return 1
@@ -158,7 +158,7 @@ def _count_rows(module: nn.Module, found: list[Tensor]) -> int:
 
 
 def reach(starts: Iterable[Node], stop: Collection[Node] = ()) -> set[Node]:
-    """Return `starts` and the nodes that are reached from them, but nothing in or behind `stop`."""
+    """Return `starts` and the nodes reached from them, without `stop` and what is beyond it."""
     waiting, seen = list(starts), set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Setting the depth that a policy asks for, or refusing it: the only code that freezes or thaws."""
+"""Applies or refuses the depth that a policy asks for: the only code that freezes and thaws."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from egeria.model.passes import is_own_pass
 from egeria.policy import Depth
 from egeria.session.training import FreezingEndedError, Training
 
-# Of an iteration: the backward pass has two multiplications where the forward pass has one.
+# Of an iteration: the backward pass has two multiplications for each one of the forward pass.
 BACKWARD_SHARE = 2 / 3
 IDLE = (
     "one of the optimizers would have nothing left to train, which GradScaler takes for an error. "
@@ -25,7 +25,7 @@ IDLE = (
 
 
 class Applier:
-    """Freezes and thaws for one cut, within DistributedDataParallel, if any; journals it."""
+    """Freezes and thaws the layer modules of one cut, also within DistributedDataParallel."""
 
     def __init__(self, training: Training, cut: Cut, wrapper: Any) -> None:
         self._training, self.cut = training, cut
@@ -33,7 +33,7 @@ class Applier:
         self._compilation = training.compilation
         self.freezer = Freezer(training.model, cut, has_hooks=training.compilation is None)
         self.wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
-        self._told = 0  # the depth that the journal has
+        self._told = 0  # the depth according to the journal
         self.detaches = True  # whether boundaries may still be detached
         parameters = dict(training.model.named_parameters())
         self._sizes = {name: entry.numel() for name, entry in parameters.items()}
@@ -46,7 +46,7 @@ class Applier:
         return self.freezer.depth
 
     def open(self) -> None:
-        """Notice what runs late: it may train in front of a detached boundary."""
+        """Watch for pieces that first run later: one may train in front of a detached boundary."""
         if self._compilation is not None or not any(self.cut.detaches):
             return
         ran = {name for module in self.cut.modules for name in module.submodules}
@@ -55,7 +55,7 @@ class Applier:
                 piece.module.register_forward_pre_hook(Hook(self, Applier._runs_late))
 
     def refusal(self, depth: int, seconds_left: float | None) -> str:
-        """Return why this depth is refused; empty where it is not."""
+        """Return why this depth is refused, or an empty string."""
         if depth > self.deepest:
             return self.limit or "the last layer module is never frozen"
         if depth < 0:
@@ -73,11 +73,11 @@ class Applier:
         self._tell(depth.reason, window)
 
     def count(self, module: LayerModule) -> int:
-        """Return the elements of the parameters that freeze with a layer module."""
+        """Return how many elements the parameters of a layer module have that freeze with it."""
         return sum(self._sizes.get(name, 0) for name in module.parameters)
 
     def _tell(self, reason: str, window: int = 0) -> None:
-        """Journal what is frozen now, where the journal has another depth."""
+        """Journal what is frozen now, if the journal has another depth."""
         modules, step = self.cut.modules, self._recorder.step
         if (before := self._told) > self.depth:
             thawed = Thawed(step=step, frozen_before=before, reason=reason, window=window)
@@ -97,20 +97,20 @@ class Applier:
             self._told = number + 1
 
     def restore(self, depth: int, *, detaches: bool) -> None:
-        """Freeze what a saved state had frozen, which was journaled before."""
+        """Freeze as deep as in a saved state, which is in the journal already."""
         self._told, self.detaches = depth, detaches
         self.set_depth(depth)
         if self.wrapper is None and is_initialized():  # found in the first forward pass
             self._model.register_forward_pre_hook(Hook(self, Applier._find_wrapper))
 
     def make_whole(self) -> None:
-        """Make the depth of the journal whole again where a change of it was interrupted."""
+        """Finish a change of depth that was interrupted."""
         if not self.freezer.is_whole:
             self.set_depth(self._told)
         self._tell("a change was interrupted")
 
     def check_unmoved(self) -> None:
-        """Raise FreezingEndedError where somebody has changed frozen parameters."""
+        """Raise FreezingEndedError if the training loop has changed frozen parameters."""
         if self._is_sharded:
             fsdp2.reshard(self._model)
         if moved := self.freezer.moved():
@@ -118,7 +118,7 @@ class Applier:
             raise FreezingEndedError(f"{what} ({', '.join(moved[:3])})")
 
     def set_depth(self, depth: int) -> None:
-        """Freeze and thaw without journaling; rebuild the gradient reduction of the processes."""
+        """Freeze and thaw without journaling; rebuild the gradient reduction between ranks."""
         if depth == self.depth and self.freezer.is_whole:
             return
         if self._is_sharded:
@@ -130,7 +130,7 @@ class Applier:
             fsdp2.prepare_units(self._model)
 
     def close(self) -> None:
-        """Thaw everything, and take all hooks off."""
+        """Thaw everything and remove all hooks."""
         self._tell("a change was interrupted")
         self.set_depth(0)
         sweep(self._model, self)
@@ -141,7 +141,7 @@ class Applier:
             ddp.rebuild_buckets(wrapper)
 
     def _find_deepest(self) -> tuple[int, str]:
-        """Return how deep the model may be frozen, so that each optimizer trains on, and why."""
+        """Return how deep the model may be frozen with work left for each optimizer, and why."""
         modules, limit = self.cut.modules, self.cut.deepest
         last, reason = len(modules) - 1, self.cut.reason
         places = {name: place for place, each in enumerate(modules) for name in each.parameters}
@@ -160,7 +160,7 @@ class Applier:
 
 
 def _starts_momentum_at_once(optimizer: Any) -> bool:
-    """Return whether an optimizer that has not stepped yet must have all momenta from then on."""
+    """Return whether an optimizer that has not stepped yet makes all momenta in its first step."""
     if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
         return False
     return any(group.get("fused") and group["momentum"] for group in optimizer.param_groups)

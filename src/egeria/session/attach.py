@@ -1,4 +1,4 @@
-"""The public face: `attach`, the `Run` that it returns, and what a run shows of itself."""
+"""The public interface: `attach`, the `Run` that it returns, and what a run logs."""
 
 import gc
 import io
@@ -57,22 +57,22 @@ def attach(
     """Watch a training run and freeze its front layers; `run.close()` undoes everything.
 
     Nothing of the model, the optimizer or the loader changes until the first layer module freezes.
-    A model that cannot be cut, or a directory that cannot be written, is no error: the run goes on
-    without, with a warning.
+    A model that cannot be cut and a directory that cannot be written are no errors: there is a
+    warning, and the training goes on without.
 
     Args:
         model: the model in training; the loop goes on calling it, or the wrapper that it is in.
         optimizer: the optimizer, or all of them; never changed.
-        loader: the training loader, to count its steps and workers.
-        scheduler: the learning-rate scheduler, whose kind tells the policy 'egeria' when to thaw;
-            never stepped. A list where several optimizers have one each.
+        loader: the training loader; its steps and workers are counted.
+        scheduler: the learning-rate scheduler; its kind tells the policy 'egeria' when to thaw. It
+            is never stepped. A list if several optimizers have one each.
         total_steps: optimizer steps of the whole run; the default policy needs it.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`.
-        controller: 'auto', 'process', 'inline' or a controller of your own, before `config`'s.
-        policy: the name of a policy, before `config`'s; or an `egeria.policy.Maker` of your own.
-        plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
-            half of the steps on one, from three quarters on two; short for `policy.plan`.
+        controller: 'auto', 'process', 'inline' or your own; takes precedence over `config`.
+        policy: the name of a policy, or your own `egeria.policy.Maker`; also over `config`.
+        plan: when to freeze how many front layer modules. "0.5:1 0.75:2" freezes one from half of
+            the steps on, and two from three quarters on. Short for `policy.plan`.
         log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow`, a callable
             `(values, step)`, or a list of these: gets the run's numbers.
 
@@ -90,7 +90,7 @@ def attach(
     _check_unwatched(inner)
     checks.check_plan(settings.policy, inner, loader, total_steps)
     checks.agree_on_the_run(settings, total_steps)
-    leads = rank() == 0  # of several processes only the first keeps a journal and logs
+    leads = rank() == 0  # only the first rank keeps a journal and logs
     trackers = find_trackers(log_to) if leads else []
     recorder = Recorder(run_directory(directory) if leads else None, echoes=not leads)
     pretrained = checks.is_pretrained(settings, inner)
@@ -111,7 +111,7 @@ def attach(
     showing = Showing(training, trackers, speaks=leads)
     try:
         session = Session(training)
-    except BaseException:  # such as a pattern of layer modules that matches nothing
+    except BaseException:  # such as a pattern that matches no layer module
         recorder.close()
         raise
     session.clock.spend(*Seconds.now().since(begin))
@@ -120,10 +120,10 @@ def attach(
 
 
 class Run:
-    """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
+    """A training run that egeria watches, made by `egeria.attach`; also a context manager.
 
     Attributes:
-        directory: where the journal and the report live; None if nothing is written.
+        directory: of the journal and the report; None if nothing is written.
     """
 
     def __init__(self, session: Session, showing: "Showing") -> None:
@@ -131,7 +131,7 @@ class Run:
         self.directory: Path | None = session.recorder.directory
         self._closed = False
         self._last_state: dict[str, Any] | None = None
-        # A run that is dropped without `close` leaves no frozen model behind.
+        # The model is thawed also if the run is dropped without `close`.
         self._finalizer = weakref.finalize(self, session.close)
 
     @property
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """What is frozen when, from the first step on; None under a policy without a plan."""
+        """What is frozen when; None before the first step, and under a policy without a plan."""
         return self._session.plan
 
     @property
@@ -157,8 +157,8 @@ class Run:
     def step(self, loss: Any) -> None:
         """Count one optimizer step; call it after the optimizer's.
 
-        A call without an optimizer step since the last one is a micro-batch, as in gradient
-        accumulation or where `GradScaler` skips a step: its loss is part of the next step's mean.
+        A call without an optimizer step since the last call is a micro-batch, as in gradient
+        accumulation or when `GradScaler` skips a step; its loss counts for the next step.
 
         Args:
             loss: training loss of the step, a number or a 0-d tensor; with gradient accumulation
@@ -169,7 +169,7 @@ class Run:
             self._showing.end_step()
 
     def log(self, **metrics: float) -> None:
-        """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
+        """Write numbers to the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {name: float(value) for name, value in metrics.items()}
         self._recorder.write(events.MetricLogged(step=self._session.clock.step, values=values))
 
@@ -180,11 +180,11 @@ class Run:
     def on_event(self, callback: Callable[[events.Event], object]) -> Callable[[], object]:
         """Call `callback` with each event of the journal, until the run is closed.
 
-        Of several processes each calls its own; the first alone sees what concerns the controller
-        and the reference model.
+        Each rank calls its own; only the first one gets events about the controller and the
+        reference model.
 
         Args:
-            callback: takes an event of `egeria.events`; one that raises is called no more.
+            callback: takes an event of `egeria.events`. If it raises, it is not called again.
 
         Returns:
             A function that ends the calls.
@@ -214,7 +214,7 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to continue as if the run had never stopped.
 
-        Of a closed run it is the state before it was closed.
+        A closed run returns its state from before it was closed.
         """
         if self._last_state is not None:
             return self._last_state
@@ -224,8 +224,8 @@ class Run:
         """Restore a saved state; load the model and the optimizer first.
 
         Raises:
-            StateError: the run is closed, or the state is of another egeria or of another model.
-                Nothing has changed then.
+            StateError: the run is closed, or the state is of another version of egeria or another
+                model. Nothing has changed then.
         """
         if self._closed:
             raise StateError("A closed run takes no state. Attach anew, then load.")
@@ -244,17 +244,17 @@ class Run:
         self._recorder.write(resumed)
 
     def close(self) -> None:
-        """End the run and leave the model as it was found; can be called twice."""
+        """End the run and leave the model as it was found; can be called again."""
         frozen, session = self.frozen, self._session
         if self._last_state is None:
             with suppress(Exception):  # a device that has failed tells no losses
                 self._last_state = session.state_dict()
-        session.close()  # again too, where an interrupt came between
+        session.close()  # also in a second call, after an interrupt
         if self._closed:
             return
         self._closed = True
         reason = session.steps.calls_missing
-        if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
+        if reason and sys.exc_info()[0] is None:  # after an error calls may be missing
             self._recorder.decline("watching this training", reason)
         clock = session.clock
         closed = events.RunClosed(
@@ -277,17 +277,17 @@ class Run:
 
 
 class Showing:
-    """Follows the events of a run for its user; of several processes only the first `speaks`."""
+    """Tells the user of a run's events, in the log and trackers; only the first rank `speaks`."""
 
     def __init__(self, training: Training, trackers: list[Tracker], *, speaks: bool) -> None:
         self._recorder, self._trackers, self._speaks = training.recorder, trackers, speaks
         config, total_steps = training.config.to_dict(), training.total_steps
         self._started = replace(UNKNOWN_START, config=config, total_steps=total_steps)
         self._own = list[events.Event]()
-        # What was in the journal before; it counts once a state is loaded.
+        # Events that were in the journal before; they count once a state is loaded.
         self._earlier: tuple[events.Event, ...] = ()
         if self._recorder.directory is not None:
-            with suppress(JournalError):  # there is none, or of a newer version
+            with suppress(JournalError):  # there is none, or it is of a newer version
                 self._earlier = read_journal(self._recorder.directory).events
         self._is_resumed = self._has_news = False
         self._logged_step = -1
@@ -300,7 +300,7 @@ class Showing:
         return Summary.from_events(found, directory, step=step, started=self._started)
 
     def end_step(self) -> None:
-        """Log to the trackers what the step brought, and warn of a used directory."""
+        """Log to the trackers what is new, and warn if the directory has another run's journal."""
         if self._has_news:
             self.log()
         if not self._is_resumed and any(event.step for event in self._earlier):
@@ -339,14 +339,14 @@ class Showing:
         for tracker in list(self._trackers):
             try:
                 tracker.log(scalars(self.summary()), step)
-            except Exception as error:  # it gets nothing more
+            except Exception as error:  # it is not called again
                 self._trackers.remove(tracker)
                 failed = f"{tracker.name} could not be logged to ({type(error).__name__}: {error})"
                 message = f"egeria: {failed}. Nothing more is sent to it; training continues."
                 self._recorder.warn(f"tracker {id(tracker)}", message)
 
 
-# By the id of the model, which a run keeps alive; closed ones may be among them.
+# By the id of the model, which its run keeps alive; some may be closed.
 _OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
 
 
@@ -354,13 +354,13 @@ def _check_unwatched(model: nn.Module) -> None:
     """Raise ConfigError if an open run watches a model, or one that has parameters of it."""
     own = set(model.parameters())
 
-    def others() -> list[str]:  # no runs, which the error would keep
+    def others() -> list[str]:  # not the runs: the error would keep them alive
         open_runs = [run for run in _OPEN_RUNS.values() if not run._closed]
         held = [(repr(run), run._session.training.model.parameters()) for run in open_runs]
         return [name for name, parameters in held if not own.isdisjoint(parameters)]
 
     if others():
-        gc.collect()  # releases one that was dropped in a cycle, such as that of a traceback
+        gc.collect()  # deletes runs that were dropped within a cycle, such as a traceback
     if found := others():
         raise ConfigError(
             "attach takes a model that no open run watches, in whole or in part, found one that "
@@ -370,10 +370,10 @@ def _check_unwatched(model: nn.Module) -> None:
 
 
 class Packed:
-    """The state of a run in one piece, since `torch.distributed.checkpoint` loads by known entries.
+    """The state of a run as one entry, since `torch.distributed.checkpoint` must know all entries.
 
-    All processes load the same, which must be that of the first: save with
-    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. The others do not have the reference model
+    All ranks load the state of the first one: save with
+    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. The other ranks lack the reference model
     and what was measured since the last evaluation.
     """
 
@@ -381,12 +381,12 @@ class Packed:
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as one entry of bytes."""
+        """Return the state as bytes, in one entry."""
         torch.save(self._run.state_dict(), file := io.BytesIO())
         return {"state": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; StateError, with nothing changed, where it is of another run."""
+        """Restore a saved state; StateError, with nothing changed, if it is of another run."""
         try:
             loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)
         except Exception as error:

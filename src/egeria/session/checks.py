@@ -1,4 +1,4 @@
-"""What the arguments of `attach` mean: checked, and agreed on by the processes of a job."""
+"""Checks the arguments of `attach`, and that all ranks have the same; what is declined."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from egeria.moves import resolve
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
 from egeria.session.clock import has_hooks
 
-# Classes of frameworks that wrap the user's own objects, and the attributes that hold those.
+# Wrappers of frameworks by class name, and the attribute with the user's own object.
 _INNER = {
     "_FabricModule": "_forward_module",
     "_FabricOptimizer": "optimizer",
@@ -35,7 +35,7 @@ _INNER = {
 
 
 def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> Config:
-    """Return the configuration, with the controller, policy and plan that attach was given."""
+    """Return the configuration, with the controller, policy and plan given to `attach`."""
     if config is None or isinstance(config, Mapping):
         config = Config.from_dict(config or {})
     elif isinstance(config, (str, Path)):
@@ -55,7 +55,7 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
 def check_training(
     model: Any, optimizer: Any, total_steps: Any, directory: Any
 ) -> tuple[nn.Module, nn.Module, list[Optimizer]]:
-    """Return the model as it is called, the model without wrappers, and all optimizers."""
+    """Return the model as the loop calls it, the model without wrappers, and all optimizers."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module, found {type(model).__name__}. Pass the model itself."
@@ -73,34 +73,34 @@ def check_training(
 
 
 def _unwrap(given: Any) -> Any:
-    """Return what is within wrappers of frameworks, however many there are."""
-    # `type`, since some wrappers show the class of what they wrap as their own.
+    """Return the object within the wrappers of frameworks, however many there are."""
+    # `type`, since some wrappers give the class of their content as `__class__`.
     while names := [kind.__name__ for kind in type(given).__mro__ if kind.__name__ in _INNER]:
         given = getattr(given, _INNER[names[0]])
     return given
 
 
 def unwrap_loader(loader: Any) -> Any:
-    """Return the user's own loader, without wrappers of frameworks; None where there is none."""
+    """Return the user's own loader, without the wrappers of frameworks, or None."""
     found = _unwrap(loader)
     is_iterable = hasattr(type(found), "__iter__") or hasattr(type(found), "__getitem__")
     if found is None or (is_iterable and not isinstance(found, (str, bytes, type, nn.Module))):
         return found
     raise ConfigError(
-        f"loader is what the loop takes its batches from, found {_describe(loader)}. Pass the "
+        f"loader is what the loop takes batches from, found {_describe(loader)}. Pass the "
         "DataLoader, or leave it out; a learning-rate scheduler goes to scheduler=..."
     )
 
 
 def _describe(found: Any) -> str:
-    """Return what an object is, for a message."""
+    """Return a few words about an object, for a message."""
     if isinstance(found, (str, int, float)):
         return repr(found)
     return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
 
 
 def _scheduler_names(scheduler: Any) -> list[str]:
-    """Return the names of classes and functions of the user's schedulers, of which may be none."""
+    """Return the names of the classes and functions of the user's schedulers."""
     if isinstance(scheduler, (list, tuple)):
         return [name for entry in scheduler for name in _scheduler_names(entry)]
     scheduler = _unwrap(scheduler)
@@ -130,7 +130,7 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
             what = "attach takes a torch optimizer, or a list of them"
             raise ConfigError(f"{what}, found {type(entry).__name__}. Pass what your loop steps.")
     held = {p for entry in optimizers for group in entry.param_groups for p in group["params"]}
-    # One that is declined may be trained in tensors that are no parameters of it, as by ZeRO.
+    # Under ZeRO, which is declined, an optimizer may hold other tensors than the parameters.
     if held.isdisjoint(model.parameters()) and reason_to_decline(model, optimizers) is None:
         raise ConfigError(
             "attach takes an optimizer of the model's parameters, found one that holds none of "
@@ -158,22 +158,22 @@ def choose_rule(config: Config, scheduler: Any = None) -> tuple[str, UnfreezeRul
 def check_plan(
     settings: PolicyConfig, model: nn.Module, loader: Any, total_steps: int | None
 ) -> None:
-    """Raise ConfigError where the plan of the settings does not fit the training."""
+    """Raise ConfigError if the plan of the settings does not fit the training."""
     has_epochs = "epoch" in (settings.plan or "").split()
     if settings.plan is not None:
         names = [(name,) for name, _ in model.named_modules()]
         settings = replace(settings, plan=resolve(settings.plan, names, length_of(loader)))
-    if not has_epochs:  # whose length is known from the first step on
-        # The fewest layer modules of which a plan that is drawn up freezes one.
+    if not has_epochs:  # their length is known at the first step
+        # With three layer modules, the fewest of which a plan freezes one.
         facts = {"pretrained": True, "adaptive": False, "batch_norm": False}
         find_plan(settings, ("",) * 3, total_steps, **facts)
 
 
 def agree_on_the_run(config: Config, total_steps: int | None) -> None:
-    """Raise ConfigError unless all processes of a job have the same settings and steps."""
+    """Raise ConfigError unless all ranks have the same settings and total steps."""
     if world_size() == 1:
         return
-    # No decision depends on controller and cache. Addresses of objects differ by process.
+    # No decision depends on controller and cache. Addresses of objects differ by rank.
     settings = {**config.to_dict(), "controller": None, "cache": None}
     rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
     if apart := [number for number, row in enumerate(rows) if row != rows[0]]:
@@ -185,7 +185,7 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
 
 
 def length_of(thing: Any) -> int | None:
-    """Return the length of a loader; None where it has none: they raise various things."""
+    """Return the length of a loader; None if it has none, whatever `len` raises."""
     try:
         return len(thing)
     except Exception:
@@ -199,7 +199,7 @@ IN_BACKWARD = "the optimizer steps within the backward pass. Call optimizer.step
 
 
 def reason_to_decline(model: nn.Module, optimizers: Iterable[Any]) -> str | None:
-    """Return why layers of a model, maybe wrapped, are not frozen; None if they can be."""
+    """Return why the layers of a model, maybe wrapped, cannot be frozen; None if they can."""
     wrapper = ddp.find_wrapper(model)
     return (
         _refuse_modules(model)

@@ -32,10 +32,10 @@ Loss: TypeAlias = float | Tensor
 class Steps:
     """Tells which calls of `run.step` follow an optimizer step, and calls back before updates.
 
-    A call without a step in between is a micro-batch. Of several optimizers any step counts.
-    `before` is called with an optimizer's number right before its update, until `stop_calling`:
-    behind the closure, if there is one, since that computes the gradients within the step. With an
-    optimizer that has no hooks, which is declined, each call counts.
+    A call without a step since the last one is a micro-batch. With several optimizers, a step of
+    any of them counts. Up to `stop_calling`, `before` is called with an optimizer's index right
+    before its update: after its closure, if it has one, which computes the gradients. With an
+    optimizer without hooks, under which nothing is frozen, every call counts.
     """
 
     def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
@@ -53,7 +53,7 @@ class Steps:
             optimizer.register_step_post_hook(Hook(self, Steps._after_step))
 
     def stop_calling(self) -> None:
-        """Call back no more; steps are still counted."""
+        """End the calls back; steps are still counted."""
         self._before = None
         self._remove_hooks("_optimizer_step_pre_hooks")
 
@@ -70,9 +70,9 @@ class Steps:
 
     @property
     def calls_missing(self) -> str:
-        """What to say at the end where `run.step` was called too rarely; empty where it was not."""
+        """What to say at the end if `run.step` was called too rarely, or an empty string."""
         made, calls = min(self.num_steps), self.num_calls
-        if made <= 2 * calls:  # the hooks of an optimizer made of another may fire twice
+        if made <= 2 * calls:  # hooks may fire twice for an optimizer around another
             return ""
         return (
             f"run.step was called {calls} times, but the optimizer made {made} steps. Call "
@@ -97,8 +97,8 @@ class Steps:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        # A fused optimizer is stepped on overflow too. To ask a GPU would wait for it, so that it
-        # is asked only while the scale is being found.
+        # A fused optimizer steps on overflow too. Asking a GPU means waiting for it, so this asks
+        # only in the beginning, while GradScaler looks for its scale.
         is_asked = isinstance(found_inf, Tensor) and (self._before or not found_inf.is_cuda)
         if is_asked and bool(found_inf):
             return
@@ -116,7 +116,7 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 class Seconds(NamedTuple):
-    """A moment or a duration, by the wall clock and in CPU time of this process."""
+    """A moment or a duration: wall-clock seconds, and CPU seconds of this process."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -131,16 +131,16 @@ class Seconds(NamedTuple):
         return Seconds(self.wall_s - begin.wall_s, self.cpu_s - begin.cpu_s)
 
     def plus(self, more: "Seconds") -> "Seconds":
-        """Return this moment or duration, longer by another duration."""
+        """Return this moment or duration plus another duration."""
         return Seconds(self.wall_s + more.wall_s, self.cpu_s + more.cpu_s)
 
 
 class Clock:
-    """Counts the steps of a run, ends intervals, and measures iterations without a device sync.
+    """Counts steps and intervals, and measures iterations without waiting for the device.
 
     An iteration lasts from the end of one `run.step` to the beginning of the next, so that our own
-    work is not counted as the user's. Medians leave out the long iterations with a validation or a
-    checkpoint. Losses stay on their device until an interval of `interval_steps` ends.
+    work does not count as the user's. Medians leave out the long iterations with a validation or a
+    checkpoint. Losses stay on their device until an interval ends.
     """
 
     def __init__(self, total_steps: int | None, interval_steps: int | None = None) -> None:
@@ -148,15 +148,15 @@ class Clock:
         self.total_steps, self.interval_steps = total_steps, interval_steps or usual
         # Steps so far, the number of intervals so far, and the step at which this one began.
         self.step = self.evaluation = self.began = 0
-        # Median seconds of an iteration in the newest interval with nothing frozen; 0: unknown.
+        # Median seconds of an iteration in the newest interval with nothing frozen; 0 if unknown.
         self.iteration_s = 0.0
         self._losses: list[Loss] = []
         self._held: list[Loss] = []
-        self.controller_cpu_s = 0.0  # of a controller process
-        self.overhead = self._entered = Seconds()  # ours so far, and when this `run.step` began
+        self.controller_cpu_s = 0.0  # spent by a controller process
+        self.overhead = self._entered = Seconds()  # so far; and when this `run.step` began
         self._left: Seconds | None = None  # when the newest call of `run.step` returned
         self._iterations: list[Seconds] = []
-        # Of earlier intervals the newest iterations, by frozen depth.
+        # The newest iterations of earlier intervals, by frozen depth.
         self._earlier: dict[int, list[Seconds]] = {}
 
     @property
@@ -166,13 +166,13 @@ class Clock:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that unfrozen iterations to the end would take; None where that is unknown."""
+        """Seconds to the end of the training with nothing frozen; None if unknown."""
         if self.total_steps is None or self.iteration_s <= 0:
             return None
         return self.iteration_s * max(0, self.total_steps - self.step)
 
     def hold(self, loss: Loss) -> None:
-        """Keep the loss of a micro-batch for the step that it is part of."""
+        """Keep the loss of a micro-batch for the step that it belongs to."""
         self._held.append(loss)
 
     def enter(self, loss: Loss) -> None:
@@ -192,7 +192,7 @@ class Clock:
         self.overhead = self.overhead.plus(self._left.since(self._entered))
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
-        """Count seconds that were ours within an iteration of the user's, and take them off it."""
+        """Count seconds of the user's iteration as overhead instead."""
         spent = Seconds(wall_s, cpu_s)
         self.overhead = self.overhead.plus(spent)
         if self._left is not None:
@@ -201,7 +201,7 @@ class Clock:
     def end_interval(
         self, frozen: int, learning_rate: float, together: Callable[..., list[Any]]
     ) -> IntervalMeasured:
-        """Begin the next interval; return what this one showed, to all processes."""
+        """Begin the next interval; return what this one showed, averaged over the ranks."""
         losses, self._losses = to_floats(self._losses), []
         wall_s, cpu_s = self._median(frozen)
         if not frozen:
@@ -228,7 +228,7 @@ class Clock:
         )
 
     def _median(self, frozen: int) -> Seconds:
-        """Return the median of this interval's iterations, with earlier ones where they are few."""
+        """Return the median of this interval's iterations; if they are few, with earlier ones."""
         own, self._iterations = self._iterations, []
         if not own:
             return Seconds()
@@ -250,7 +250,7 @@ class Clock:
 
 
 def read_loss(loss: Any) -> Loss:
-    """Return a loss as a number, or a 0-d tensor on its device; else raise ConfigError."""
+    """Return a loss as a number or a 0-d tensor on its device; ConfigError if it is neither."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if type(loss) is Tensor and loss.is_cpu:
             return float(loss.detach())
@@ -265,7 +265,7 @@ def read_loss(loss: Any) -> Loss:
 
 
 def to_floats(losses: Sequence[Loss]) -> list[float]:
-    """Return losses as numbers; one copy from the device for all of them."""
+    """Return losses as numbers, with one copy from the device for all."""
     tensors = [loss for loss in losses if isinstance(loss, Tensor)]
     on_device = [loss.to(tensors[0].device) for loss in tensors]
     read = iter(torch.stack(on_device).tolist() if tensors else [])

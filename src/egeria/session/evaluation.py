@@ -1,4 +1,4 @@
-"""Evaluations of plasticity, for a policy that asks for them: no other run imports this."""
+"""Evaluations of plasticity; imported only in runs whose policy asks for them."""
 
 import math
 import statistics
@@ -38,11 +38,11 @@ NUM_REVIEWED, LARGEST_GROWTH = 3, 8  # evaluations behind which `n` may grow, an
 
 
 class Evaluation:
-    """Has the plasticity of layer modules read, and keeps the reference model up to date.
+    """Evaluates the plasticity of layer modules and keeps the reference model up to date.
 
-    `prepare` keeps the batch of the last step of an interval, `request` hands it to the controller
-    with the model's activation for it, `take_finished` returns what has been read. Of several
-    processes only the first has a controller that evaluates.
+    `prepare` keeps the batch of the last step of an interval, `request` gives it to the controller
+    with the model's activation, `take_finished` returns the readings. Only the first rank has a
+    controller that evaluates.
     """
 
     def __init__(self, training: Training, cut: Cut, clock: Clock, controller: Controller) -> None:
@@ -51,22 +51,22 @@ class Evaluation:
         self._settings = training.config.plasticity
         self._batch: Batch | None = None
         self._is_armed = False
-        self._refreshed_at: int | None = None  # the evaluation; None where there is no reference
+        self._refreshed_at: int | None = None  # the evaluation; None if there is no reference
         self._num_failures, self._cpu_s, self.due = 0, 0.0, 0  # failures: in a row
         self._living: set[int] | None = None
-        # Whether the model keeps tensors outside of itself; None before a pass was looked at.
+        # Whether a pass leaves tensors outside of the model; None before one was checked.
         self._keeps_outside: bool | None = None
         self._costs: dict[int, Seconds] = {}  # by evaluation
         self._refresh_cost = Seconds()
-        # What the evaluations since the last review took, and a refresh, in iterations.
+        # Cost of the evaluations since the last review, and of a refresh, in iterations.
         self._iterations, self._refresh_iterations = list[float](), 0.0
         self._finished: list[Reading] = []
 
     def prepare(self, module: int | None) -> None:
-        """Keep the batch of the coming step where that ends the interval.
+        """Keep the batch of the coming step if that ends the interval.
 
-        That is also done where `module`, the layer module to read, is None: the first reference is
-        calibrated on it. `due` is the next step at which to call this, and to take in readings.
+        `module` is the layer module to read. If it is None, the batch is kept all the same for the
+        first reference. `due` is the next step at which to call this and to take readings.
         """
         clock, last = self.clock, self.clock.ends - 1
         is_needed = module is not None or self._refreshed_at is None
@@ -87,10 +87,10 @@ class Evaluation:
         self._batch, self._is_armed = None, False
 
     def request(self, interval: Interval, wants: Wants) -> None:
-        """Request the plasticity that the policy wants, on the batch kept for it.
+        """Request the plasticity that the policy wants, on the batch that was kept.
 
         Raises:
-            FreezingEndedError: a pass of ours would leave something outside of the model.
+            FreezingEndedError: our pass would leave tensors outside of the model.
         """
         if self._keeps_outside:
             raise FreezingEndedError(f"{KEPT}. Give a plan instead of the policy 'egeria'")
@@ -118,7 +118,7 @@ class Evaluation:
                 activation = captures(model, [ticket.tap], rows.first_rows(None)).get(ticket.tap)
             if activation is not None:
                 training_BB = gram(pool_map(activation, self._settings.largest_map))
-        except Exception as error:  # not every first dimension is one of samples
+        except Exception as error:  # a first dimension may be something else than samples
             reason = brief(error)
         if training_BB is None:
             self._take_in_answer(Answer(ticket, math.nan, reason))
@@ -129,13 +129,13 @@ class Evaluation:
             self._iterations.append(spent.wall_s / self.clock.iteration_s)
 
     def take_finished(self) -> list[Reading]:
-        """Return what has been read since the last call."""
+        """Return the readings since the last call."""
         self._take_in_reports()
         own, self._finished = self._finished, []
         return own
 
     def journal(self, reading: Reading, status: Status) -> None:
-        """Journal a reading, with what the policy concluded from it."""
+        """Journal a reading, and what the policy concluded from it."""
         names = ("slope", "tolerance", "stationary")
         found: dict[str, Any] = {name: getattr(status, name) for name in names}
         found["smoothed"] = reading.value if status.smoothed is None else status.smoothed
@@ -151,7 +151,7 @@ class Evaluation:
         self.recorder.write(events.ReadingDropped(**which, reason=reason))
 
     def refresh(self, wants: Wants) -> int:
-        """Refresh the reference model where that is due; return the steps of an interval."""
+        """Refresh the reference model if that is due; return the steps of an interval."""
         is_due = wants.refresh or self._refreshed_at is None
         if is_due and wants.plasticity_of is not None and self._batch is not None:
             self._refresh(self._batch.first_rows(self._settings.num_samples))
@@ -169,9 +169,9 @@ class Evaluation:
             self._refresh_iterations = self._refresh_cost.wall_s / self.clock.iteration_s
 
     def _fitting_steps(self, wanted: int) -> int:
-        """Return how long intervals are from here on; it changes behind every third evaluation.
+        """Return the length of the coming intervals, which may change after every third evaluation.
 
-        `n` grows to where evaluations, with their share of a refresh, are within their budget.
+        `n` grows until evaluations, with their share of a refresh, are within their budget.
         Costs are in iterations measured at the same time: a busy machine slows down both.
         """
         before, share = self.clock.interval_steps, self.training.config.controller.budget_share
@@ -190,7 +190,7 @@ class Evaluation:
         return after
 
     def close(self, *, for_good: bool = True) -> None:
-        """Release everything held, a controller of the user's only for good; drop what is late."""
+        """Release everything, a user's own controller only `for_good`; drop late readings."""
         self.disarm()
         if self.controller is self.training.controller and not for_good:
             return
@@ -213,14 +213,14 @@ class Evaluation:
         self._refreshed_at = state["refreshed_at"] if goes_on else None
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the arguments of a training call; of several calls in a step the last ones."""
+        """Keep the arguments of a training call; the last one if a step has several."""
         if not model.training or not torch.is_grad_enabled() or is_own_pass():
             return
         if self._keeps_outside is None:
             self._living = living()
         try:
             self._batch = Batch.of_call(args, kwargs, self.training.device_type)
-        except Exception as error:  # of a mapping of the user's own, for instance
+        except Exception as error:  # from a mapping of the user's own, for instance
             self._batch = None
             self.recorder.fault("reading the batch", error)
 
@@ -230,13 +230,13 @@ class Evaluation:
             self._living = None
 
     def _take_in_reports(self) -> None:
-        """Sort what the controller reports into finished readings and events of the journal."""
+        """Take the controller's reports: finished readings, and events for the journal."""
         for report in self.controller.poll():
             if isinstance(report, Answer):
                 self._take_in_answer(report)
             elif isinstance(report, events.Declined):
                 self.recorder.decline(report.what, report.reason)
-                self._refreshed_at = None  # with what has been given up the reference is gone
+                self._refreshed_at = None  # the process is gone, and the reference with it
             elif isinstance(report, events.ReferenceRefreshed):
                 found: dict[str, Any] = self._refresh_cost._asdict()
                 found |= {"step": self.recorder.step, "evaluation": self._refreshed_at or 0}
@@ -262,17 +262,17 @@ class Evaluation:
                 raise FreezingEndedError(f"{failed}: {reason}")
 
     def _spent(self) -> float:
-        """Return the CPU seconds of the controller's process since the last call."""
+        """Return the CPU seconds of the controller process since the last call."""
         spent_s, self._cpu_s = self.controller.cpu_s - self._cpu_s, self.controller.cpu_s
         self.clock.controller_cpu_s += spent_s
         return spent_s
 
 
 def make_evaluation(training: Training, cut: Cut, clock: Clock) -> Evaluation:
-    """Return what reads plasticity in a run; all processes of a job call it.
+    """Return what evaluates plasticity in a run; all ranks call this together.
 
     Raises:
-        FreezingEndedError: a pass of ours would leave traces in this model.
+        FreezingEndedError: our passes would leave traces in this model.
     """
     if fsdp2.is_sharded(training.model):
         raise FreezingEndedError(fsdp2.NO_PLASTICITY)
@@ -286,7 +286,7 @@ def make_evaluation(training: Training, cut: Cut, clock: Clock) -> Evaluation:
 
 
 def _make_controller(training: Training, cut: Cut) -> Controller:
-    """Return the user's controller, or one of the kind that suits, and journal which."""
+    """Return the user's controller or one of the fitting kind, and journal the choice."""
     config, given = training.config, training.controller
     kind, reason, controller = type(given).__name__, "given to attach", cast(Controller, given)
     if isinstance(given, str | None):

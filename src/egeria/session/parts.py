@@ -1,4 +1,4 @@
-"""What exists from the cut of a model on: what decides, what carries it out, and the cache."""
+"""What is made when a model is cut: the policy, what applies its answers, and the cache."""
 
 import math
 import operator
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parts:
-    """The cut of a model, the policy that was made for it, and what freezes by it."""
+    """The cut of a model, the policy made for it, and what applies its answers."""
 
     training: Training
     cut: Cut
     plan: policies.Plan | None
     policy: policies.Policy
     applier: Applier
-    epoch_steps: int | None  # optimizer steps of an epoch; None where that is not known
-    evaluation: "Evaluation | None" = None  # None where the policy reads no plasticity
+    epoch_steps: int | None  # optimizer steps of an epoch; None if unknown
+    evaluation: "Evaluation | None" = None  # None if the policy reads no plasticity
 
     def announce(self) -> None:
         """Journal the plan, and what can never be frozen."""
@@ -56,12 +56,12 @@ class Parts:
             recorder.write(PlanMade(step=step, plan=text, reason=reason, skipped_share=skipped))
 
     def ask(self, interval: policies.Interval) -> policies.Depth | None:
-        """Return the policy's answer in plain values; TypeError if the depth is no whole number."""
+        """Return the policy's answer in plain values; TypeError if the depth is not an integer."""
         answer = self.policy.observe(interval)
         return answer and policies.Depth(operator.index(answer.frozen), str(answer.reason))
 
     def move_cache(self, cache: Cache, clock: Clock, window: int) -> None:
-        """Move the boundary of the cache behind the frozen layer modules, which have changed."""
+        """Move the boundary of the cache to the end of the layer modules that are frozen now."""
         frozen, wants = self.cut.modules[: self.applier.depth], self.policy.wants
         if frozen and (reason := _reason_to_compute(self.training)):
             cache.refuse(frozen[-1].name, reason)
@@ -74,7 +74,7 @@ class Parts:
         cache.follow(frozen, steps / epoch if epoch and steps < math.inf else None)
 
     def prepare(self, clock: Clock, status: policies.Status, saved: Any = None) -> None:
-        """Prepare the next evaluation, if there is to be one, or the state of another had one."""
+        """Prepare the next evaluation of plasticity, if the policy wants one or `saved` has one."""
         wanted = self.policy.wants.plasticity_of
         is_coming = wanted is not None or status.stage == policies.BOOTSTRAPPING
         if self.evaluation is None and (is_coming or saved is not None):
@@ -108,7 +108,7 @@ def make_parts(
     epoch_steps: int | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> Parts:
-    """Make the parts of a run, or of a resumed one by its saved state; nothing is frozen yet."""
+    """Return the parts of a new run, or of one resumed from `engine`; nothing is frozen yet."""
     names, settings = tuple(module.name for module in cut.modules), training.config.policy
     if engine is not None and settings.name in policies.PLANNED:
         settings = replace(settings, plan=engine["policy"]["plan"])
@@ -142,7 +142,7 @@ def make_parts(
 
 
 def run_started(training: Training, parts: Parts | None, interval_steps: int) -> RunStarted:
-    """Return the event by which a journal begins; without parts nothing can be frozen."""
+    """Return the first event of a journal; without parts nothing can be frozen."""
     modules = parts.cut.modules if parts else ()
     count: Any = parts and parts.applier.count
     return RunStarted(
@@ -159,7 +159,7 @@ def run_started(training: Training, parts: Parts | None, interval_steps: int) ->
 
 
 def environment(training: Training) -> dict[str, Any]:
-    """Return what the journal says of model, data, machine and versions."""
+    """Return facts for the journal: model, data, machine and versions."""
     device, data = training.device_type, dict[str, Any]()
     with suppress(Exception):  # loaders and data sets raise various things
         dataset = training.loader.dataset
@@ -179,14 +179,14 @@ def environment(training: Training) -> dict[str, Any]:
 
 
 def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cache | None:
-    """Return what skips the frozen forward pass, in all processes; None where nothing does."""
+    """Return what skips the frozen forward pass, or None; all ranks call this together."""
     config, policy_name = training.config.cache, training.config.policy.name
     directory = exchange(training.recorder.directory)[0]  # only the first process knows it
-    # Only a plan tells how long a front stays frozen.
+    # Only a plan says for how long a front stays frozen.
     is_unasked = config.enabled == "auto" and policy_name == "egeria"
     if config.enabled is False or policy_name == "none" or is_unasked:
         return None
-    # How many processes of the job share the memory of this host, as the launcher says.
+    # The launcher says how many processes of the job share the memory of this host.
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Cache(
         model=training.model,
@@ -201,21 +201,21 @@ def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cac
 
 
 def _reason_to_compute(training: Training) -> str:
-    """Return why the forward pass of a model is not skipped; empty where it may be."""
+    """Return why the forward pass of a model may not be skipped, or an empty string."""
     if training.compilation is not None:
-        return "the model is compiled, and its graphs have the whole forward pass in them"
+        return "the model is compiled, and its graphs contain the whole forward pass"
     if fsdp2.is_sharded(training.model):
         return (
-            "its parameters are sharded (fully_shard), and all processes gather them in every "
-            "forward pass; the cache works with DistributedDataParallel"
+            "its parameters are sharded (fully_shard), and all ranks gather them in every forward "
+            "pass; the cache works with DistributedDataParallel"
         )
     if world_size() == 1:
         return ""
     if any(isinstance(module, nn.SyncBatchNorm) for module in training.model.modules()):
-        return "it has SyncBatchNorm layers, for which all processes must run a batch together"
+        return "it has SyncBatchNorm layers, for which all ranks must run a batch together"
     if isinstance(getattr(training.loader, "sampler", None), ShardSampler):
         return ""
     return (
-        "each process stores what it computes, and only a loader with `egeria.ShardSampler` gives "
-        "it the same samples in every epoch"
+        "each rank stores what it computes, and only a loader with `egeria.ShardSampler` gives it "
+        "the same samples in every epoch"
     )

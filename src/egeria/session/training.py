@@ -1,4 +1,4 @@
-"""What the user trains, as `attach` was given it, and the watch over its first step."""
+"""What the user trains, as given to `attach`, and the watch over its first step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,10 @@ def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What `attach` was given, without wrappers of frameworks, and where events are noted."""
+    """The arguments of `attach` without the wrappers of frameworks, and the journal."""
 
     model: nn.Module  # without any wrapper
-    given: nn.Module  # as the loop calls it: maybe compiled, or in DistributedDataParallel
+    given: nn.Module  # what the loop calls: maybe compiled, or in DistributedDataParallel
     optimizers: Sequence[Any]
     loader: Any
     config: Config
@@ -45,12 +45,12 @@ class Training:
     rule_name: str
     total_steps: int | None
     recorder: Recorder
-    compilation: Compilation | None = None  # what compiling costs; None where nothing is compiled
-    is_pretrained: bool = False  # whether the weights, or most, come from an earlier training
+    compilation: Compilation | None = None  # None if nothing is compiled
+    is_pretrained: bool = False  # whether most weights come from an earlier training
 
     @property
     def policy_name(self) -> str:
-        """The name of the policy, or of what makes it."""
+        """The name of the policy, or of the callable that makes it."""
         name = self.config.policy.name
         return name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
 
@@ -65,7 +65,7 @@ class Training:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def learning_rate(self, modules: Sequence[LayerModule]) -> float:
-        """Return the largest rate of the groups that train what may freeze, else of all groups."""
+        """Return the largest learning rate of the groups that hold what may freeze, or of all."""
         named = self.named()
         own = {id(named.get(name)) for module in modules[:-1] for name in module.parameters}
         fitting = [g for g in self.groups if any(id(entry) in own for entry in g["params"])]
@@ -102,14 +102,14 @@ class Training:
 
 
 class FreezingEndedError(Exception):
-    """Nothing may be frozen any more, for a reason that is no fault of ours."""
+    """Nothing may be frozen any more, for a reason that is not an internal error."""
 
 
 class FirstStep:
-    """Watches the user's own passes from `attach` to the first update, and cuts the model then.
+    """Watches the user's own passes up to the first update, and cuts the model then.
 
-    With several optimizers that is the first step of the last of them: only then is it known which
-    parameters train. A compiled model runs eagerly until then, since hooks do not fire in its code.
+    With several optimizers it waits until each is at its first step: only then is it known which
+    parameters train. A compiled model runs eagerly up to there, since its code fires no hooks.
 
     Raises:
         FreezingEndedError: the model or an optimizer is declined.
@@ -126,7 +126,7 @@ class FirstStep:
             kind = FreezingEndedError if pattern is None else ConfigError
             raise kind(str(error)) from error
         self._training, self.watch = training, Watch(training.model, self._pieces)
-        # DistributedDataParallel around the model; None where there is none, or not yet.
+        # DistributedDataParallel around the model; None if there is none, or not yet.
         self.wrapper = ddp.find_wrapper(training.given)
         self._seen: set[str] = set()
         self._num_updates = [0] * len(training.optimizers)
@@ -141,16 +141,16 @@ class FirstStep:
             compilation.wait()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.watch.close()
         sweep(self._training.model, self)
 
     def comes_to(self, number: int, num_calls: int) -> bool:
-        """Note which gradients an optimizer's step has; return whether all have stepped by now."""
+        """Note which gradients an optimizer has; return whether all are at a step by now."""
         if not (self.watch.rows or num_calls):
-            return False  # `torch.distributed.checkpoint` steps an optimizer to make its state
+            return False  # `torch.distributed.checkpoint` makes a step to get the optimizer's state
         self._num_updates[number] += 1
-        if self._num_updates[number] > CHECKED_CALLS:  # what is watched meanwhile takes memory
+        if self._num_updates[number] > CHECKED_CALLS:  # watching takes memory
             raise FreezingEndedError(NO_STEP)
         groups = self._training.optimizers[number].param_groups
         own = {entry for g in groups for entry in g["params"] if entry.grad is not None}
@@ -159,15 +159,15 @@ class FirstStep:
         return all(self._num_updates) and bool(self._seen)
 
     def cut(self) -> tuple[Cut, int | None]:
-        """Return the cut, alike on all ranks, and the steps of an epoch, None where not known.
+        """Return the cut, the same on all ranks, and the steps of an epoch, None if unknown.
 
-        Raises FreezingEndedError where nothing can be frozen.
+        Raises FreezingEndedError if nothing can be frozen.
         """
         self.close()
         if torch._C._current_graph_task_id() != -1:
             raise FreezingEndedError(IN_BACKWARD)
         training, watch = self._training, self.watch
-        # by what ran on each of them, in the order of the first
+        # what ran on all ranks, in the order of the first rank
         views = together(lambda: (list(watch.order), self._seen))
         order = [name for name in views[0][0] if all(name in view[0] for view in views)]
         seen = set.intersection(*(view[1] for view in views))
@@ -193,14 +193,14 @@ class FirstStep:
         return cut, found[0][1]
 
     def _decline_dropped(self, order: Sequence[str]) -> None:
-        """Name blocks that did not run, although others beside them did, as under LayerDrop."""
+        """Decline blocks that did not run although their siblings did, as under LayerDrop."""
         blocks = [piece for piece in self._pieces if piece.role == "block"]
         kinds = {piece.name: (parent_of(piece.name), type(piece.module)) for piece in blocks}
         ran = {kind for name, kind in kinds.items() if name in order}
         if dropped := [name for name in kinds if name not in order and kinds[name] in ran]:
             self._training.recorder.decline(
                 f"freezing {', '.join(dropped)}",
-                "it did not run in the first step: the backward pass goes on as far as to it",
+                "it did not run in the first step, and the backward pass will have to reach it",
             )
 
     def _look_for_wrapper(self, model: nn.Module, *_: Any) -> None:
