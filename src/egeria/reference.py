@@ -1,4 +1,4 @@
-"""The reference model: a snapshot of the model in training that its activations are compared with.
+"""The reference model: a snapshot of the model in training, to compare its activations with.
 
 Its number format is float32, bfloat16 or int8. In int8 are, of a convolutional model, the largest
 submodules that can be traced and have no tap inside, with ranges of activations found on a batch;
@@ -26,14 +26,14 @@ from egeria.model.passes import Batch, captures, restore_table, undisturbed
 from egeria.plasticity import sp_loss
 from egeria.random_state import kept_random_state
 
-FIDELITY_SHARE = 0.1  # largest error of a format as a share of the plasticity
-# Stands for the plasticity before any is known: the smallest first readings of record 0004.
+FIDELITY_SHARE = 0.1  # largest error of a format, as a share of the plasticity
+# Assumed before any plasticity is known: the smallest first readings of record 0004.
 _EARLY_PLASTICITY = 1e-4
 _MOST_ROWS = 32
-_EVALUATIONS = 10  # that share a build: those between two refreshes, `W` of the paper
+_EVALUATIONS = 10  # between two refreshes, which share a build: `W` of the paper
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ENGINE = "x86"
-# By submodule, the smallest and the largest value at each place in it.
+# For each submodule the smallest and largest values at the places in it.
 Ranges = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -41,8 +41,8 @@ class Reference:
     """A snapshot of the model in training, in the fastest number format that is exact enough.
 
     A format is exact enough while its SP loss to the float32 snapshot is at most a tenth of the
-    plasticity, which each refresh checks. Where it fails, then or later, float32 takes its place
-    for good.
+    plasticity, which each refresh checks. If it fails, then or later, float32 replaces it for
+    good.
 
     Args:
         taps: submodules whose activations will be asked for.
@@ -55,8 +55,8 @@ class Reference:
         names = ["int8", "bf16", "fp32"] if precision == "auto" else [precision]
         if self._device.type != "cpu":
             names = [name.replace("int8", "bf16") for name in names]
-        self._names = list(dict.fromkeys(names))  # to choose from; from the first refresh on one
-        # The format in use, such as 'int8', and how it was made; '' before the first refresh.
+        self._names = list(dict.fromkeys(names))  # to choose from; one from the first refresh on
+        # The format in use, such as 'int8', and how it was made; empty before the first refresh.
         self.precision = self.builder = ""
         self._snapshot: nn.Module | None = None
         self._format: Format | None = None
@@ -70,11 +70,11 @@ class Reference:
     def refresh(
         self, model: nn.Module, batch: Batch, plasticity: Mapping[str, float] | None = None
     ) -> None:
-        """Take over the weights of the model in training as they are now.
+        """Take the weights of the model in training as they are now.
 
         Args:
             model: the model in training.
-            batch: the newest training batch, to find ranges of activations and errors on.
+            batch: the newest training batch, on which ranges and errors are measured.
             plasticity: means of the newest readings, by tap.
 
         Raises:
@@ -103,12 +103,12 @@ class Reference:
             return self._format.read([tap], batch).get(tap)
         except Exception as error:
             exact = self._build("fp32")
-            found = exact.read([tap], batch)  # what fails here too is no fault of the format
+            found = exact.read([tap], batch)  # an error here is not caused by the format
             self._take(exact, f"{self.precision} failed at {tap}: {brief(error)}")
             return found.get(tap)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to give the same activations; empty before the first refresh."""
+        """Return what gives the same activations again; empty before the first refresh."""
         if self._snapshot is None or self._format is None:
             return {}
         return {
@@ -133,7 +133,7 @@ class Reference:
     ) -> "tuple[float, Format]":
         """Return the seconds of an evaluation, 0 for a lone format, and the format.
 
-        It raises whatever forbids that format, such as an error that is too large at some tap.
+        It raises what rules the format out, such as an error that is too large at some tap.
         """
         begin = time.perf_counter()
         made = self._build(name, batch)
@@ -160,14 +160,14 @@ class Reference:
         return build(name, self._snapshot, self._taps, batch, ranges or {})
 
     def _take(self, made: "Format", reason: str = "") -> None:
-        """Take a format for good."""
+        """Use this format from now on, for good."""
         before, self._format, self._names = self.precision, made, [made.name]
         self.precision, self.builder = made.name, made.builder
         if made.name != before:
             self._events.append(RungTaken(step=0, before=before, after=made.name, reason=reason))
 
     def _here(self, batch: Batch) -> Batch:
-        """Return the batch on our device, where autocast for another type means nothing."""
+        """Return the batch on our device, without autocast for another type of device."""
         moved, kind = batch.on(str(self._device)), self._device.type
         if batch.autocast.device_type == kind:
             return moved
@@ -181,7 +181,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of the model as it is now, in eval mode, without gradients and hooks.
 
-    Its tensors are made on `device` at once: the model's own device may have no room for them.
+    Its tensors are made directly on `device`: the model's own may have no room for them.
 
     Raises:
         UnsupportedModelError: the model cannot be copied, or the copy shares something with it.
@@ -240,9 +240,9 @@ class Format:
 def build(
     name: str, snapshot: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges
 ) -> Format:
-    """Return a float32 snapshot in the format of that name; raise whatever forbids it.
+    """Return a float32 snapshot in the format of that name; raise what rules it out.
 
-    Ranges of activations, away from the taps, are found on a batch; `ranges` are taken without.
+    Ranges of activations, except at the taps, are measured on a batch; without one, `ranges` count.
     """
     if name != "int8":
         return Format(name=name, builder=name, model=snapshot)
@@ -256,13 +256,13 @@ def build(
 
 
 def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[str]:
-    """Return the names of submodules of these very types that compute what their class says."""
+    """Return the names of submodules of exactly these types with their class's own `forward`."""
     found = ((name, module) for name, module in model.named_modules() if type(module) in kinds)
     return [name for name, module in found if not _is_altered(module)]
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Return whether weights are computed ahead of a call, or another `forward` is called."""
+    """Return whether weights are computed before a call, or `forward` is replaced."""
     return "forward" in vars(module) or bool(module._forward_pre_hooks) or is_parametrized(module)
 
 
@@ -283,7 +283,7 @@ def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: 
         is_altered = any(map(_is_altered, module.modules()))
         if has_tap or is_inside or is_altered or not _layers(module, _CONVOLUTIONS):
             continue
-        with suppress(Exception):  # what cannot be traced gives way to the parts of it
+        with suppress(Exception):  # if it cannot be traced, its parts are tried
             parts[name] = _with_observers(module)
     if not parts:
         raise ValueError("no part of the model with a convolution can be traced")
@@ -293,7 +293,7 @@ def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: 
         own = with_autocast(batch.first_rows(None), False)
         with undisturbed(model), own.autocast.context():
             model(*own.args, **own.kwargs)
-            # Here: observers are buffers, which get back what they had.
+            # Within the block: observers are buffers, which it restores.
             ranges = {name: _ranges_of(part) for name, part in parts.items()}
     for name, part in parts.items():
         part.load_state_dict(ranges[name], strict=False)
@@ -308,7 +308,7 @@ def _ranges_of(part: nn.Module) -> dict[str, Tensor]:
 
 
 def _with_observers(module: nn.Module) -> nn.Module:
-    """Return the graph of a module with observers of ranges in it; raise if it has none."""
+    """Return the graph of a module with observers of ranges; raise if it cannot be traced."""
     toolkit = _toolkit()
     # Sums of products with 8 bits on both sides would overflow 16 bits without VNNI.
     has_vnni = getattr(torch.cpu, "_is_vnni_supported", bool)()
@@ -322,17 +322,17 @@ def _with_observers(module: nn.Module) -> nn.Module:
 
 
 def _toolkit() -> Any:
-    """Import what torch deprecates: it takes a second, and a later torch may not have it."""
+    """Import a deprecated part of torch: it takes a second, and may be missing one day."""
     importlib.import_module("torch.ao.quantization.quantize_fx")
     return importlib.import_module("torch.ao.quantization")
 
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Use our int8 kernels for the block, whatever engine the user chose, and in silence."""
+    """Use our int8 kernels in the block, whatever engine the user chose, without warnings."""
     backend, graphs = cast(Any, (torch.backends.quantized, fx.config))
     before = backend.engine, graphs.do_not_emit_stack_traces
-    # Where each node of a graph comes from is not looked up: that imports the compiler.
+    # Stack traces of graph nodes would import the compiler.
     backend.engine, graphs.do_not_emit_stack_traces = _ENGINE, True
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What a controller is, and the one that evaluates in the process that asks for it."""
+"""The interface of controllers, and the one that evaluates in the calling process."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ from egeria.reference import Reference
 
 
 class Ticket(NamedTuple):
-    """Which evaluation it is."""
+    """Identifies an evaluation."""
 
     evaluation: int
     module: int
@@ -24,10 +24,10 @@ class Ticket(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of an evaluation, and why there is no value where there is none."""
+    """The result of an evaluation, or why there is none."""
 
     ticket: Ticket
-    value: float | None  # the plasticity; not finite if the evaluation failed, None if not made
+    value: float | None  # plasticity; not finite if it failed, None if it was not made
     reason: str = ""
 
 
@@ -42,12 +42,12 @@ class Controller:
     def refresh(
         self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
     ) -> bool:
-        """Bring the reference model up to date; return whether that is done, or will be.
+        """Bring the reference model up to date; return whether that is or will be done.
 
         Args:
             model: the model in training, with all of its weights.
             batch: the newest batch, to calibrate the reference model on.
-            state: what `state_dict` gave, where a run is resumed; it is taken instead of the batch.
+            state: what `state_dict` returned, if a run is resumed; used instead of the batch.
 
         Raises:
             UnsupportedModelError: the model cannot be copied.
@@ -57,15 +57,15 @@ class Controller:
     def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
         """Ask for an evaluation on a batch.
 
-        `training_BB` is the `gram` of the training model's activation for the first of its rows.
+        `training_BB` is the `gram` of the training model's activation, for its first rows.
         """
 
     def poll(self) -> list[Answer | Event]:
-        """Return what happened since the last call, events without steps and costs."""
+        """Return answers and events since the last call, events without steps and costs."""
         return []
 
     def close(self) -> list[Answer | Event]:
-        """Release everything held, for good; return what was not polled, and what is lost."""
+        """Release everything for good; return what was not polled, and what is lost."""
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Controller:
 
 
 class InlineController(Controller):
-    """Evaluates in the call that asks for it."""
+    """Evaluates within the call."""
 
     def __init__(self, taps: Sequence[str], largest_map: int, precision: str, device: str) -> None:
         self._reference = Reference(taps, precision=precision, device=device)
@@ -112,11 +112,11 @@ class InlineController(Controller):
             return
         if math.isfinite(value):
             self._readings.setdefault(ticket.tap, []).append(value)
-        # The format changes while it is asked where it cannot run a batch.
+        # The format changes during an evaluation if it cannot run the batch.
         self._reports += [Answer(ticket, value), *self._reference.take_events()]
 
     def poll(self) -> list[Answer | Event]:
-        """Return what happened since the last call."""
+        """Return answers and events since the last call."""
         reports, self._reports = self._reports, []
         return reports
 

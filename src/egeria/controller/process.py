@@ -1,7 +1,7 @@
-"""The controller in a process of its own, what runs in that process, and when it is chosen.
+"""The controller in a process of its own, what runs in that process, and when it is used.
 
-Both processes know the same files without names, in memory, so that nothing is left behind however
-they end. Classes of the user's script travel by value (cloudpickle): the script is never run again.
+Both processes share nameless files in memory, so that nothing is left behind however they end.
+Classes of the user's script are sent by value (cloudpickle): the script is never run again.
 """
 
 import contextlib
@@ -33,21 +33,21 @@ from egeria.model.hooks import without_watchers
 from egeria.model.passes import Batch
 from egeria.random_state import random_states, set_random_states
 
-START_S, END_S = 60.0, 5.0  # the start takes so long besides: torch is imported, on a busy machine
-QUEUE_LENGTH = 4  # evaluations that wait; beside them one snapshot may
-PATIENT_SHARE = 12  # of the timeout that an evaluation waits for processors that are busy
+START_S, END_S = 60.0, 5.0  # more time for the start: importing torch on a busy machine
+QUEUE_LENGTH = 4  # evaluations that may wait, beside one snapshot
+PATIENT_SHARE = 12  # an evaluation waits this part of the timeout for idle processors
 WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 
-# Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
-# accelerator, with the memory a context takes on it, belongs to the training alone.
+# Spinning threads of two processes on the same cores slow both down 10 to 100 times. The
+# accelerator, and the memory of a context on it, are for the training alone.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class ProcessController(Controller):
-    """Makes the evaluations in a child process: training sends and polls, and never waits.
+    """Evaluates in a child process: the training sends and polls, and never waits.
 
-    One queue does for the paper's three, since the batch and the training output of an evaluation
-    are known at the same moment. The process is started with the first snapshot. Where it cannot be
+    One queue replaces the paper's three, since the batch and the training output of an evaluation
+    are known at the same moment. The process is started with the first snapshot. If it cannot be
     started, dies, hangs or refuses, what it has not answered is lost, and the training process
     evaluates from the next refresh on.
 
@@ -60,7 +60,7 @@ class ProcessController(Controller):
 
     def __init__(self, settings: tuple[Any, ...], timeout_s: float, load_limit: float) -> None:
         self._settings, self._timeout_s, self._load_limit = settings, timeout_s, load_limit
-        # Of a snapshot, of evaluations, and of what the process prints.
+        # For a snapshot, for evaluations, and for what the process prints.
         self._files = [os.memfd_create("egeria") for _ in range(1 + QUEUE_LENGTH + 1)]
         self._held = contextlib.ExitStack()
         for file in self._files:
@@ -69,7 +69,7 @@ class ProcessController(Controller):
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
         self._inline: InlineController | None = None
-        # The file, and the evaluation that it is about; None for a snapshot.
+        # The file and its evaluation, None for a snapshot.
         self._unanswered: deque[tuple[int, Ticket | None]] = deque()
         self._reports: list[Answer | Event] = []
         self._deadline_s = 0.0
@@ -77,36 +77,36 @@ class ProcessController(Controller):
     def refresh(
         self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
     ) -> bool:
-        """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
+        """Send the weights as they are now, if there is room; a saved state is ignored."""
         if self._inline is not None:
             return self._inline.refresh(model, batch, state)
         return state is None and not self._send(None, (model, batch))
 
     def submit(self, ticket: Ticket, batch: Batch, training_BB: Tensor) -> None:
-        """Send one evaluation; without room it is dropped, which `poll` reports."""
+        """Send an evaluation; without room it is dropped, which `poll` reports."""
         if self._inline is not None:
             self._inline.submit(ticket, batch, training_BB)
         elif reason := self._send(ticket, (batch, random_states(), training_BB)):
             self._reports.append(Answer(ticket, None, reason))
 
     def poll(self) -> list[Answer | Event]:
-        """Return what happened since the last call; a process that fails is given up here."""
+        """Return answers and events since the last call; a failed process is given up here."""
         if self._child is not None and (fault := self._receive(self._child)):
             self._give_up(fault)
         reports, self._reports = self._reports, []
         return reports + (self._inline.poll() if self._inline else [])
 
     def close(self) -> list[Answer | Event]:
-        """End the process and give back the memory; evaluations under way are lost."""
+        """End the process and free the memory; evaluations under way are lost."""
         self._end("the run ended before the controller process came to it")
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing while the process has the reference: a resumed run begins with another."""
+        """Return nothing while the process has the reference: a resumed run makes a new one."""
         return self._inline.state_dict() if self._inline else {}
 
     def _send(self, ticket: Ticket | None, content: Any) -> str:
-        """Have something done in the process; return why it will not be, "" where it will."""
+        """Send a task to the process; return why it will not be done, or an empty string."""
         used = {file for file, _ in self._unanswered}
         files = self._files[:1] if ticket is None else self._files[1:-1]
         file = next((file for file in files if file not in used), None)
@@ -125,15 +125,15 @@ class ProcessController(Controller):
             self._give_up(reason)
             return reason
         self._unanswered.append((file, ticket))
-        with contextlib.suppress(OSError):  # it died, which `poll` finds
+        with contextlib.suppress(OSError):  # it died, which `poll` will find
             self._pipe.send(self._unanswered[-1])
         return ""
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a fresh interpreter that runs `main`.
 
-        `multiprocessing` would run the user's script again. A process group of its own keeps Ctrl-C
-        away from it, and has the system wake it up if the training ends while it is stopped.
+        `multiprocessing` would run the user's script again. In its own process group it gets no
+        Ctrl-C, and the system wakes it up if the training ends while it is stopped.
         """
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
@@ -156,7 +156,7 @@ class ProcessController(Controller):
         return child
 
     def _receive(self, child: subprocess.Popen[bytes]) -> str:
-        """Take the answers that have come; return why no more will come, "" where they will."""
+        """Take the answers that have arrived; return why no more will, or an empty string."""
         try:
             while self._pipe.poll(0):
                 outcome, self.cpu_s = self._pipe.recv()
@@ -175,7 +175,7 @@ class ProcessController(Controller):
         return f"it gave no answer for over {self._timeout_s:g} s" if is_late else ""
 
     def _give_up(self, reason: str) -> None:
-        """Go on in this process, from the next refresh on."""
+        """Evaluate in this process, from the next refresh on."""
         self._inline = InlineController(*self._settings)
         self._end("the controller process was given up")
         what = "evaluating in a process of its own"
@@ -191,9 +191,9 @@ class ProcessController(Controller):
 
 
 def _kill(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
-    """Kill the process, which holds nothing that could be lost."""
+    """Kill the process, which has nothing that could be lost."""
     if os.getpid() != owner:
-        return  # a forked data worker has inherited this object, not the child
+        return  # a forked data worker inherits this object, but not the child
     pipe.close()
     child.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -205,13 +205,12 @@ def _kill(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
 
 def main(descriptor: int, parent: int) -> None:
     """Answer the messages of a pipe until its other end is closed, or the parent is gone."""
-    # A closed pipe is no sure sign of that: data workers forked from the training process hold its
-    # end open.
+    # The pipe may stay open after the parent's end: forked data workers hold it.
     threading.Thread(target=_end_behind, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     with contextlib.suppress(OSError, AttributeError):
-        os.nice(5)  # 10 starved it: a first build took 19 s on a busy machine
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts a thread
+        os.nice(5)  # at 10 the first build took 19 s on a busy machine
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it preempts no thread
     pipe = Connection(descriptor)
     try:
         settings, (load_limit, patience_s), dtype, precision = pipe.recv()
@@ -238,7 +237,7 @@ def _end_behind(parent: int) -> None:
 def _answer(
     controller: InlineController, file: int, ticket: Ticket | None
 ) -> list[Answer | Event] | str:
-    """Take over a snapshot or make an evaluation; return what came of it, or why nothing did."""
+    """Take a snapshot or make an evaluation; return the reports, or why there are none."""
     try:
         content = unpack(file)
         if ticket is None:
@@ -247,7 +246,7 @@ def _answer(
             batch, states, training_BB = content
             set_random_states(states)  # as they were when the evaluation was asked for
             controller.submit(ticket, batch, training_BB)
-    except (Exception, SystemExit) as error:  # a script that is imported for its classes may exit
+    except (Exception, SystemExit) as error:  # a module imported for its classes may exit
         return brief(error)
     reports = controller.poll()
     failures = [report.reason for report in reports if isinstance(report, Answer) and report.reason]
@@ -255,7 +254,7 @@ def _answer(
 
 
 def pack(content: Any, file: int) -> None:
-    """Write an object to a file, in place of what is in it."""
+    """Write an object to a file, replacing its content."""
     with os.fdopen(file, "wb", closefd=False) as stream:
         stream.seek(0)
         torch.save(content, stream, _SENDING, pickle.HIGHEST_PROTOCOL)
@@ -263,21 +262,21 @@ def pack(content: Any, file: int) -> None:
 
 
 def unpack(file: int) -> Any:
-    """Return what was packed, with its tensors on the CPU."""
+    """Return the object in a file, with its tensors on the CPU."""
     with os.fdopen(file, "rb", closefd=False) as stream:
         stream.seek(0)
         return torch.load(stream, map_location="cpu", weights_only=False)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends modules without what only watches them: a reference runs without it."""
+    """Sends modules without their watching hooks, which a reference does not need."""
 
     def reducer_override(self, thing: Any) -> Any:
         if not isinstance(thing, nn.Module):
             return super().reducer_override(thing)
         try:
             reduced: Any = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except RuntimeError:  # parametrized modules refuse, for the sake of files
+        except RuntimeError:  # parametrized modules refuse to be pickled
             reduced = copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
         make, arguments, *rest = reduced
         if rest and isinstance(rest[0], dict):
@@ -285,7 +284,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return (make, arguments, *rest)
 
 
-# What `torch.save` asks a module for pickling for.
+# Stands for the pickle module in `torch.save`.
 _SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
 
 
@@ -295,8 +294,8 @@ _SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tuple[str, str, str]:
     """Return the kind of controller, the device of the reference such as 'cuda:1', and why.
 
-    `kind` and `device` are the settings, which may be 'auto'. The threads of the training and the
-    workers of its loader need cores too.
+    `kind` and `device` are the settings, which may be 'auto'. Threads of the training and workers
+    of its loader need cores too.
     """
     accelerator = next((str(p.device) for p in model.parameters() if p.device.type == "cuda"), "")
     workers, ranks = getattr(loader, "num_workers", 0), os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -312,7 +311,7 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tupl
 
 
 def usable_cores() -> float:
-    """Return how many cores this process may use, by its affinity and its container's quota."""
+    """Return how many cores this process may use, by affinity and the quota of its container."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     try:

@@ -1,7 +1,7 @@
-"""DistributedDataParallel: its reducer is rebuilt at each change of the frozen depth.
+"""DistributedDataParallel: its reducer is rebuilt whenever the frozen depth changes.
 
-Without that, a freeze raises in the second forward pass ("Expected to have finished reduction"),
-and parameters that thaw diverge between ranks without an error.
+Otherwise a freeze raises in the second forward pass ("Expected to have finished reduction"), and
+parameters that thaw diverge between ranks without an error.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def refuse(wrapper: DistributedDataParallel | None) -> str | None:
-    """Return why what is frozen cannot change in this wrapper, or without one; None if it can."""
+    """Return why layers cannot be frozen in this wrapper, or without one; None if they can."""
     if wrapper is None:
         return BARE if world_size() > 1 else None
     held: Any = wrapper
@@ -77,7 +77,7 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
 
     All ranks call it at the same time, between a backward and a forward pass, or at the beginning
     of the model's forward pass within the wrapper's. It does what unpickling a wrapper does,
-    without exchanges. An interrupted call can be made again.
+    without communication. After an interrupt it can be called again.
     """
     held: Any = wrapper
     torch_distributed: Any = distributed

@@ -1,6 +1,6 @@
 """`fully_shard` (FSDP2): each rank holds a part of every parameter and gathers them for each pass.
 
-A parameter without a gradient has none to reduce, so that nothing is wrapped again.
+A parameter without a gradient has none to reduce, so nothing has to be wrapped again.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the parts back where a pass has left whole parameters, on which changes do not last."""
+    """Replace whole parameters, on which changes would not last, by this rank's parts."""
     for unit in _units(model):
         unit.reshard()
 
@@ -30,7 +30,7 @@ def reshard(model: nn.Module) -> None:
 def prepare_units(model: nn.Module) -> None:
     """Choose the dtypes of gradients for units that were frozen in their first forward pass.
 
-    `fully_shard` chooses them once, by `requires_grad`. Call this after each change of it.
+    `fully_shard` does that only once, by `requires_grad`. Call this after each change of it.
     """
     for unit in _units(model):
         state = unit._get_fsdp_state()

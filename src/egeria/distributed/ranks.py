@@ -1,4 +1,4 @@
-"""Agreement between ranks: every decision is made from the same values, or on none of them.
+"""Agreement between ranks: every decision is made from the same values on all of them.
 
 All ranks call `together` and `exchange` in the same order, outside forward and backward passes.
 """
@@ -18,30 +18,30 @@ T = TypeVar("T")
 
 
 class RankError(EgeriaError):
-    """A rank failed. It is raised on all ranks in the same exchange; the message says which."""
+    """A rank failed, as the message says; raised on all ranks in the same exchange."""
 
 
 class LostError(EgeriaError):
-    """The ranks cannot reach each other: what is frozen must stay as it is on all of them."""
+    """The ranks cannot reach each other: the frozen depth must stay as it is on all of them."""
 
 
 def is_initialized() -> bool:
-    """Return whether there is a process group, so that a wrapper may come around the model."""
+    """Return whether there is a process group, so that the model may get a wrapper."""
     return distributed.is_available() and distributed.is_initialized()
 
 
 def world_size() -> int:
-    """Return the number of processes of the job; 1 where no process group is set up."""
+    """Return the number of ranks of the job; 1 without a process group."""
     return distributed.get_world_size() if is_initialized() else 1
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 where no process group is set up."""
+    """Return the rank of this process; 0 without a process group."""
     return distributed.get_rank() if is_initialized() else 0
 
 
 def exchange(value: Any) -> list[Any]:
-    """Return the values of all ranks, by rank; anything that can be pickled.
+    """Return the values of all ranks, in order; they can be anything that can be pickled.
 
     Raises:
         LostError: a rank did not answer within the timeout of the process group.
@@ -57,10 +57,10 @@ def exchange(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """Do `work` on every rank and return the results of all, which can be pickled, by rank.
+    """Do `work` on every rank and return all results, in order; they can be pickled.
 
     Raises:
-        RankError: it failed on one of several ranks. A process that is alone raises its own fault.
+        RankError: it failed on one of several ranks. Without other ranks its own error is raised.
         LostError: a rank did not answer within the timeout of the process group.
     """
     if world_size() == 1:
@@ -76,12 +76,12 @@ def together(work: Callable[[], T]) -> list[T]:
     return [pickle.loads(found) for found, _ in answers]
 
 
-# By default process group, the one that was made beside it.
+# By default process group, the group on the CPU that was made for it.
 _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _cpu_group() -> Any:
-    """Return a process group of all ranks for values on the CPU; all ranks make it together."""
+    """Return a process group of all ranks for values on the CPU; all ranks call this together."""
     world: Any = distributed.group.WORLD
     if "cpu:" in distributed.get_backend_config(world):
         return world

@@ -1,4 +1,4 @@
-"""Compiled models: no graphs before the cut, room for those behind it, and what they cost."""
+"""Compiled models: no graphs before the cut, room for those after it, and their cost."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class Compilation:
-    """Owns the settings of torch for one model, until `close`; each change of depth compiles."""
+    """Adapts the settings of torch for a compiled model up to `close`; measures compiling."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -29,7 +29,7 @@ class Compilation:
         self._longest_s = 0.0
 
     def wait(self) -> None:
-        """Run everything uncompiled until `begin`: hooks see the passes, and no graph is made."""
+        """Run everything uncompiled up to `begin`: hooks see the passes, and no graph is made."""
         if self._eager is None:
             frames: Any = torch._dynamo.eval_frame
             self._before = frames._stance
@@ -40,7 +40,7 @@ class Compilation:
         """Let torch compile again, as often as freezing so many layer modules may need."""
         self._restore_stance()
         config: Any = torch._dynamo.config
-        for name in _LIMITS:  # behind eight graphs of a function it runs uncompiled for good
+        for name in _LIMITS:  # after eight graphs a function would run uncompiled for good
             limit = self._limits.setdefault(name, getattr(config, name))
             setattr(config, name, limit + GRAPHS_PER_DEPTH * (num_modules + 1))
         self._seen_s = seconds_so_far()
@@ -53,7 +53,7 @@ class Compilation:
         return spent
 
     def repays(self, saved_s: float) -> str | None:
-        """Return why a depth that saves so many seconds would not repay its graphs; None if so."""
+        """Return why saving so many seconds would not repay compiling; None if it would."""
         if saved_s >= self._longest_s:
             return None
         saves = f"it would save {saved_s:.2g} s to the end of the run"

@@ -1,7 +1,7 @@
-"""Taking a model apart into pieces, and grouping its repeated blocks by size (paper §6.3).
+"""Divides a model into pieces, and groups its repeated blocks by size (paper §6.3).
 
-- *weight matrices*: parameters of two or more dimensions, but no embedding tables, tokens or
-  positions [1, n, d], which are looked up, not multiplied with.
+- *weight matrices*: parameters of two or more dimensions, except embedding tables, tokens and
+  positions [1, n, d], which are looked up and not multiplied with.
 - *unit*: a submodule with at most one weight matrix, such as a convolution or a normalisation.
 - *block*: an outermost instance of a class that repeats, with two weight matrices or more.
 - *stage*: an instance of a repeated class that is little more than a chain of blocks.
@@ -22,8 +22,8 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from egeria.errors import UnsupportedModelError
 
-# A layer module is made of blocks, or of units where blocks hold less than half of the matrices,
-# with what is loose around them. Direct are parameters that a submodule taken apart holds itself.
+# A layer module consists of blocks, or of units if blocks hold less than half of the matrices, and
+# of what is loose around them. Direct are the own parameters of a submodule that is divided.
 Role = Literal["block", "unit", "loose", "direct"]
 ATOMS = ("block", "unit")
 _FindRole = Callable[[str, nn.Module], Role | None]  # by name and submodule
@@ -32,7 +32,7 @@ _PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, Parametrization
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Piece:
-    """A part of the model that is taken whole; the pieces do not overlap."""
+    """A part of the model that is not divided; pieces do not overlap."""
 
     name: str
     role: Role
@@ -63,9 +63,9 @@ def tables_in(module: nn.Module) -> set[nn.Parameter]:
 
 
 def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ...]:
-    """Take a model without wrappers apart, in the order of definition.
+    """Divide a model without wrappers into pieces, in the order of definition.
 
-    Blocks are the outermost submodules whose full names match `pattern`, or are found without one.
+    Blocks are the outermost submodules whose full names match `pattern`; without one, those found.
 
     Raises:
         UnsupportedModelError: parameters, their shapes or matches are missing.
@@ -84,7 +84,7 @@ def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ..
 
 
 def _roles_by_name(model: nn.Module, pattern: str) -> _FindRole:
-    """Return what makes the outermost submodules with output that match a pattern blocks."""
+    """Return a function that makes blocks of the outermost submodules that match a pattern."""
     matches: list[str] = []
     for name, module in model.named_modules():
         has_output = can_be_called(module) and next(module.parameters(), None) is not None
@@ -106,14 +106,14 @@ def _roles_by_name(model: nn.Module, pattern: str) -> _FindRole:
 
 
 def _walk(model: nn.Module, find_role: _FindRole) -> Iterator[Piece]:
-    """Yield the submodules that are given a role; what is given None is taken apart."""
+    """Yield the submodules with a role; those without one are divided."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     met: set[nn.Module] = set()
 
     def visit(path: str, module: nn.Module) -> Iterator[Piece]:
         parts = [part for part in module.modules() if type(part) not in _PURE_CONTAINERS]
         if met.issuperset(parts or [module]):
-            return  # another name of what was met before
+            return  # another name of a known module
         role = find_role(path, module) if path and can_be_called(module) else None
         own = tuple(names[p] for p in module.parameters(recurse=role is not None))
         if own or role is not None:
@@ -141,7 +141,7 @@ class _Census:
         self._blocks_dominate = bool(self._blocks) and 2 * len(held) >= len(self._weights[model])
 
     def role(self, _path: str, module: nn.Module) -> Role | None:
-        """Return the role of a submodule; None for what is to be taken apart."""
+        """Return the role of a submodule; None if it is to be divided."""
         if module in self._blocks:
             return "block"
         has_many = len(self._weights[module]) >= 2
@@ -155,7 +155,7 @@ class _Census:
         return "unit" if any(p.ndim >= 2 for p in module.parameters()) else "loose"
 
     def _outermost_blocks(self, model: nn.Module, excluded: frozenset[type]) -> set[nn.Module]:
-        """Find the blocks; a class that occurs once outside all others is no block class."""
+        """Find the blocks; a class that occurs only once outside the others is none."""
         blocks: set[nn.Module] = set()
         waiting = list(model.children())
         while waiting:
@@ -190,7 +190,7 @@ class _Census:
         return found + [inner for child in others for inner in self._siblings(child)]
 
 
-JUMP = 2.0  # factor between the sizes of neighbours from which on they are no stage
+JUMP = 2.0  # from this factor on between their sizes, neighbours are no stage
 
 
 class Group(NamedTuple):
@@ -266,7 +266,7 @@ def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
 
 
 def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: float) -> list[Group]:
-    """Join stages that are too small with the one behind them, or before them at the end."""
+    """Join stages that are too small with the next one, the last with the one before."""
     note = ", joined with a neighbour too small to stand alone"
 
     def is_small(stage: Group) -> bool:
@@ -298,7 +298,7 @@ def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
 
     @cache
     def split(start: int, num_parts: int) -> tuple[int, list[int]]:
-        """Return the least cost of parts from here on, and where those behind the first begin."""
+        """Return the least cost of parts from here on, and where all but the first begin."""
         if num_parts == 1:
             return (sums[-1] - sums[start]) ** 2, []
         edges, left = range(start + 1, len(sizes) - num_parts + 2), num_parts - 1

@@ -1,4 +1,4 @@
-"""Hooks that are found by their owner and do nothing in copies, and what else copies go without."""
+"""Hooks that their owner can find and copies do not run, and what else copies leave out."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -12,15 +12,15 @@ from egeria import tree
 
 _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_with_kwargs", "_always_called")
-# Forward pre-hooks are kept in copies: some compute weights.
+# Copies keep forward pre-hooks: some compute weights.
 _WATCHING = {name for name in vars(nn.Module()) if name.endswith("_hooks")} - {"_forward_pre_hooks"}
 
 
 class Hook(partial[Any]):
-    """Calls a function with its owner in front, who may remove the hook by `sweep`.
+    """Calls a function with its owner as first argument, who can remove it by `sweep`.
 
-    Copies and pickles of the model have a function of the standard library in its place, which does
-    nothing, so that a saved model is loaded where this library is not installed.
+    In copies and pickles of the model a function of the standard library, which does nothing, takes
+    its place, so that a saved model can be loaded without this library.
     """
 
     def __new__(cls, owner: Any, function: Callable[..., Any]) -> "Hook":  # noqa: D102
@@ -28,7 +28,7 @@ class Hook(partial[Any]):
 
     @property
     def owner(self) -> Any:
-        """What the function is called with in front."""
+        """The first argument of the function."""
         return self.args[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -44,7 +44,7 @@ def is_ours(hook: Any) -> bool:
 
 
 def sweep(model: nn.Module, owner: Any) -> None:
-    """Remove all hooks of an owner, also one whose registration or removal was interrupted."""
+    """Remove all hooks of an owner, also half registered or half removed ones."""
     for module in model.modules():
         for name in _TABLES:
             table = getattr(module, name)

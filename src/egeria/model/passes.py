@@ -1,4 +1,4 @@
-"""Passes of our own: the batch they are made with, and how training cannot tell of them."""
+"""Passes of our own: their batch, and how they leave no trace in the training."""
 
 import gc
 import threading
@@ -26,7 +26,7 @@ KEPT = (
     "a pass of our own would add to them"
 )
 _own_passes = threading.local()
-# By model: calls that restore what a pass of ours under way may change.
+# By model: calls that restore what an unfinished pass of ours may have changed.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
@@ -35,7 +35,7 @@ _OURS = ("torch.", "egeria.", "builtins.", "functools.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Autocast:
-    """The mixed-precision setting a forward pass ran under."""
+    """The mixed-precision setting of a forward pass."""
 
     device_type: str
     enabled: bool
@@ -56,7 +56,7 @@ class Autocast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Arguments of one call of the model; tensors are shared with the caller, not copied."""
+    """Arguments of a call of the model; tensors are shared with the caller, not copied."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Batch:
 
     @classmethod
     def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> "Batch":
-        """Return the arguments of a call that is being made, and what holds for it."""
+        """Return the arguments and the mixed-precision setting of the current call."""
         return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type))
 
     @property
@@ -74,7 +74,7 @@ class Batch:
 
     @property
     def contents(self) -> list[tuple[str, Any]]:
-        """Tensors and plain values but that of the loss, by their paths in `arguments`, sorted."""
+        """Tensors and plain values, except the loss's, with their paths in `arguments`, sorted."""
         found = (entry for entry in tree.contents(self.arguments) if OF_THE_LOSS not in entry[0])
         return sorted(found, key=itemgetter(0))
 
@@ -94,32 +94,32 @@ class Batch:
 
 
 def is_own_pass() -> bool:
-    """Return whether this thread is within `undisturbed`: a forward pass now is not the user's."""
+    """Return whether this thread is within `undisturbed`: a pass now is not the user's."""
     return bool(getattr(_own_passes, "is_on", False))
 
 
 class TapReachedError(BaseException):
-    """Ends a forward pass that has run far enough; no handler in a model swallows it."""
+    """Ends a forward pass that has run far enough; models do not catch it."""
 
 
 @contextmanager
 def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None]:
-    """Put the model in inference mode for the block and leave no trace behind.
+    """Put the model in inference mode for the block, and leave no trace.
 
-    The block has copies of buffers, and of attributes that are tensors or containers. Restored
-    afterwards, also when it raises: the attributes and the mode of every submodule, the random
-    state, generators, and weights that were given other memory (`weight.data = ...`). Forward hooks
-    are silent, since they may collect what they see; pre-hooks run, since some compute weights.
-    Nothing is compiled. The fused path of `nn.TransformerEncoder`, which calls no submodule, is
-    off, and in any mode so is the attention of cuDNN where another can take its place: it takes
-    1.8 s for its first plan and 0.15 s for each new shape on an H100.
+    The block works on copies of buffers and of attributes that are tensors or containers. Restored
+    afterwards, also when it raises: attributes and modes of all submodules, the random state,
+    generators, and weights that were given other memory (`weight.data = ...`). Forward hooks do not
+    run, since they may collect what they see; pre-hooks do, since some compute weights. Nothing is
+    compiled. The fused path of `nn.TransformerEncoder`, which calls no submodule, is off, and so is
+    cuDNN's attention if another kernel can replace it: on an H100 it takes 1.8 s for its first plan
+    and 0.15 s for each new shape.
 
     Args:
         model: the model to run.
         as_training: leave modes, gradients and fused paths as they are in training.
 
     Raises:
-        RuntimeError: the block communicates with other processes, which take no part in it.
+        RuntimeError: the block communicates with other ranks, which do not take part.
     """
     finish(model)
     modules, fused = list(model.modules()), torch.backends.mha
@@ -147,19 +147,19 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
 
 
 def finish(model: nn.Module) -> None:
-    """Restore what an interrupt has kept `undisturbed` from restoring; mostly there is nothing."""
+    """Restore what an interrupted `undisturbed` has not restored; mostly there is nothing."""
     for undo in _unfinished.get(model, ()):
         undo()
     _unfinished.pop(model, None)
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets no operation wait for other processes: none of them takes part."""
+    """Raises at operations that wait for other ranks, which do not take part."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation of one process."""
+        """Run an operation, unless it is one of several ranks."""
         if getattr(func, "namespace", "").startswith(("c10d", "_c10d")):
             raise RuntimeError(
                 f"the forward pass of the model communicates between processes ({func}), and a "
@@ -170,7 +170,7 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _undoing(modules: Sequence[nn.Module]) -> list[Callable[[], object]]:
-    """Return what gives submodules back all that a pass may change, and torch its switches."""
+    """Return calls that restore all that a pass may change: submodules, and switches of torch."""
     cuda: Any = torch.backends.cuda
     fused = torch.backends.mha
     undo: list[Callable[[], object]] = [
@@ -189,7 +189,7 @@ def _undoing(modules: Sequence[nn.Module]) -> list[Callable[[], object]]:
 
 def _give_copies(modules: Sequence[nn.Module]) -> None:
     """Give submodules copies of their tensors and containers, for a pass to change."""
-    copies: dict[int, Any] = {}  # by identity: what some share they go on to share
+    copies: dict[int, Any] = {}  # by identity, so that shared values stay shared
     for table in (table for module in modules for table in (vars(module), module._buffers)):
         for name in table.keys() - _OF_MODULES:
             value: Any = table[name]
@@ -212,10 +212,10 @@ def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-    """Return the activations [B, ...] of submodules for the batch, running the model no further.
+    """Return the activations [B, ...] of submodules for the batch; the model runs no further.
 
-    Each is the first floating-point tensor of two dimensions or more that the first call gives,
-    detached; submodules that give none are left out.
+    Each is the first floating-point tensor of two dimensions or more that the first call returns,
+    detached. Submodules without one are left out.
     """
     missing, found = set(taps), dict[str, Tensor]()
 
@@ -236,20 +236,20 @@ def captures(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, T
 
 
 def living() -> set[int]:
-    """Return the identities of all tensors that there are now."""
+    """Return the ids of all tensors that exist now."""
     return {id(entry) for entry in gc.get_objects() if type(entry) is Tensor}
 
 
 def keeps_outside(model: nn.Module, output: Any, before: set[int]) -> bool:
-    """Return whether tensors made in a pass that has just ended are kept for somebody.
+    """Return whether something outside of the model keeps tensors of a pass that has just ended.
 
-    What it returns, what its graph holds, and attributes of the model do not count: a pass of ours
-    leaves none of these. Nor do tensors without gradients, such as batches that a thread makes.
+    What it returns, what its graph holds and attributes of the model do not count, since a pass of
+    ours leaves none of these. Nor do tensors without gradients, such as batches of a thread.
 
     Args:
         model: the model.
         output: what the pass has returned.
-        before: what `living` gave when it began.
+        before: what `living` returned at its beginning.
     """
     known = before.union(map(id, tree.tensors(output)))
     made = (entry for entry in gc.get_objects() if type(entry) is Tensor and entry.requires_grad)
@@ -265,8 +265,8 @@ def keeps_outside(model: nn.Module, output: Any, before: set[int]) -> bool:
 def _is_outside(holder: Any) -> bool:
     """Return whether it is a container, or an object of a class of the user's.
 
-    The graph holds attributes of functions of the user's, and checkpoints the arguments of what
-    they compute anew, those by name in a `partial`.
+    Attributes of the user's autograd functions are in the graph, and the named arguments of what a
+    checkpoint will recompute are in a `partial`.
     """
     kind, graph = type(holder), (partial, BackwardCFunction)
     if kind is dict and any(isinstance(owner, graph) for owner in gc.get_referrers(holder)):

@@ -1,4 +1,4 @@
-"""What a policy is: numbers in, a depth out. No torch, threads, clocks or files here."""
+"""The interface of policies: numbers in, a depth out. No torch, threads, clocks or files here."""
 
 import math
 from collections.abc import Callable, Mapping

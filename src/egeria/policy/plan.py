@@ -14,7 +14,7 @@ from egeria.moves import ROUNDING, Move, read_plan
 from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
-JUDGED_STEPS = 8  # the loss of fewer steps tells little
+JUDGED_STEPS = 8  # the mean loss of fewer steps says little
 ALONE = 0.25  # share of the steps in which the last layer module trains alone
 LATE_START = 0.7  # share of the steps after which modules freeze evenly, behind such a phase
 LATER_START = 0.8  # the same without one: with SGD, a start at half of the steps cost 3.3 points

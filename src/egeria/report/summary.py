@@ -78,7 +78,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where a run stands or ended; shares are between 0 and 1, and what is not known is None."""
+    """The numbers of a run so far; shares are from 0 to 1, and what is unknown is None."""
 
     name: str  # of the directory
     events: tuple[Event, ...]  # those that count, oldest first
@@ -86,12 +86,12 @@ class Summary:
     started: RunStarted
     modules: tuple[str, ...]  # names of the layer modules, front to back; empty without a cut
     total_steps: int | None  # optimizer steps of the whole run, as `attach` was given them
-    step: int  # optimizer steps done, those before the journal's first step included
-    first_step: int  # where the journal begins: 0, or where a run went on in a new directory
+    step: int  # optimizer steps done, also those before the journal begins
+    first_step: int  # at which the journal begins; not 0 if a run was resumed in a new directory
     closed: bool  # False while it goes on, or after a crash
     stage: str  # 'bootstrapping' or 'knowledge-guided'
     num_resumed: int
-    num_earlier_runs: int  # in the same directory; they are left out
+    num_earlier_runs: int  # in the same directory; they do not count
     num_damaged: int  # lines of the journal that could not be read
 
     @classmethod
@@ -106,8 +106,8 @@ class Summary:
     ) -> "Summary":
         """Return the summary of a run, live or finished.
 
-        Of the events those after the step of a loaded state are left out, and earlier runs in the
-        same directory. `step` and `started` are known of a run that goes on.
+        Events after the step of a loaded state do not count, nor earlier runs in the same
+        directory. Give `step` and `started` for a run that goes on.
         """
         processes, num_earlier_runs = _course(found)
         kept = tuple(itertools.chain(*processes))
@@ -141,7 +141,7 @@ class Summary:
 
     @property
     def title(self) -> str:
-        """What was trained on what; the name of the directory where the journal does not say."""
+        """The model and its data; the name of the directory if the journal does not have them."""
         model, data = (self.started.environment.get(name) for name in ("model", "data"))
         return f"{model} on {data}" if model and data else str(model or self.name)
 
@@ -156,7 +156,7 @@ class Summary:
 
     @cached_property
     def depths(self) -> tuple[DepthPoint, ...]:
-        """How deep the run was frozen from when on, one point for each change."""
+        """The frozen depth over the run, one point for each change."""
         course, depth = {self.first_step: 0}, 0  # by step
         for event in self.events:
             after, is_end = depth, isinstance(event, Declined) and event.what == "freezing"
@@ -180,7 +180,7 @@ class Summary:
 
     @property
     def frozen(self) -> int:
-        """How many front layer modules are frozen; of a closed run, how many were."""
+        """How many front layer modules are frozen, or were when the run was closed."""
         return self.depths[-1].frozen
 
     @property
@@ -200,25 +200,25 @@ class Summary:
         return sum(point.num_steps for point in self.depths if point.frozen > module)
 
     def _skipped_shares(self) -> dict[int, float]:
-        """Return the share of an iteration that goes with the backward pass of what is frozen."""
+        """Return the share of an iteration's compute that each depth skips."""
         modules = self.started.modules
         forward = [float(entry.get("share", math.nan)) for entry in modules]
         if not all(map(math.isfinite, forward)):
             return {0: 0.0}
         trained = [entry["num_trainable"] / max(1, entry["num_parameters"]) for entry in modules]
-        # A module with nothing to train has no backward pass that freezing could take away.
+        # Freezing a module with nothing to train skips no backward pass.
         backward = zip(backward_shares(forward, trained), self.started.trainable, strict=False)
         saved = (share * trains for share, trains in backward)
         return dict(enumerate(itertools.accumulate(saved, initial=0.0)))
 
     @cached_property
     def intervals(self) -> list[IntervalMeasured]:
-        """The intervals that have steps and a time; others say nothing of the pace."""
+        """The intervals with steps and a time; others say nothing about the pace."""
         return [e for e in self.of(IntervalMeasured) if e.num_steps and e.iteration_wall_s > 0]
 
     @cached_property
     def paces(self) -> tuple[Pace, ...]:
-        """The pace at each depth that the run was at, shallowest first."""
+        """The pace at each depth, shallowest first."""
         found = []
         for frozen in sorted({interval.frozen for interval in self.intervals}):
             group = [interval for interval in self.intervals if interval.frozen == frozen]
@@ -237,12 +237,12 @@ class Summary:
 
     @cached_property
     def cpu(self) -> Clock:
-        """The training time by the CPU clock, that of a controller process included."""
+        """The CPU time of the training, with that of a controller process."""
         return self._clock("cpu_s")
 
     @property
     def time_saved_s(self) -> float | None:
-        """Estimated seconds of wall clock saved, less the overhead; negative where it cost more."""
+        """Estimated wall-clock seconds saved, less the overhead; negative if egeria cost more."""
         return self.wall.saved_s
 
     @property
@@ -253,8 +253,8 @@ class Summary:
     def _unfrozen_s(self, name: str) -> float | None:
         """Return the seconds of an iteration with nothing frozen.
 
-        Where few ran so, they are computed from those at the depth that most ran at, and from the
-        shares of the layer modules in an iteration's operations.
+        If few steps ran so, it is computed from the depth with the most steps and from the share
+        of the compute that this depth skips.
         """
         measured = next((getattr(pace, name) for pace in self.paces if not pace.frozen), None)
         others = [pace for pace in self.paces if pace.frozen]
@@ -279,8 +279,8 @@ class Summary:
 def backward_shares(forward: Sequence[float], trained: Sequence[float]) -> list[float]:
     """Return the share of an iteration's operations in the backward pass of each layer module.
 
-    Backward there is one part for each of the forward pass for the inputs, and another for the
-    weights, by the share of them that is trained: of a layer with LoRA hardly any are.
+    For each operation of the forward pass the backward pass has one for the inputs, and another for
+    the weights as far as they train: a layer with LoRA trains hardly any.
     """
     backward = [share * (1.0 + part) for share, part in zip(forward, trained, strict=True)]
     total = math.fsum(forward) + math.fsum(backward)
@@ -288,12 +288,12 @@ def backward_shares(forward: Sequence[float], trained: Sequence[float]) -> list[
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """Return a part as a share of the whole; None where one is not known."""
+    """Return a part as a share of the whole; None if one is unknown."""
     return part / whole if part is not None and whole is not None and whole > 0 else None
 
 
 def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
-    """Return the events of the last run, by process, and how many other runs were left out."""
+    """Return the events of the last run, by process, and the number of earlier runs."""
     processes: list[list[Event]] = []
     for event in found:
         is_start = isinstance(event, RunStarted)
@@ -316,7 +316,7 @@ def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
 
 
 def _overhead(process: Sequence[Event], name: str) -> float:
-    """Return what egeria cost one process so far, by the clock of that name."""
+    """Return the overhead in one process so far, by the clock of that name."""
     counts = [event for event in process if isinstance(event, (IntervalMeasured, RunClosed))]
     if not counts:
         return 0.0
