@@ -30,7 +30,7 @@ NUM_CLASSES, TEST_SHARE, BATCH = 5, 0.25, 64
 NOISE = 0.8
 """Standard deviation of the noise; pixels are from -1 to 1. Without noise every network makes almost no mistakes."""
 NOISES, TESTS = 8, 3
-"""Test images have as many noises each, and tests are made behind so many epochs, the last: 220 images tell little."""
+"""Each test image comes with 8 noises, and tests follow the last 3 epochs: one test on 220 images says little."""
 WIDTHS, BLOCKS_PER_STAGE, GROUPS = (16, 32, 64), 3, 4
 PRETRAINING_EPOCHS, RATE, FINE_TUNING_RATE = 12, 2e-3, 1e-3
 FEWEST_EPOCHS = 4

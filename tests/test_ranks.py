@@ -342,18 +342,19 @@ def test_what_cannot_be_followed_trains_on_unfrozen(how):
     assert DECLINED[how] in first[2] and second[2] == "", "the first rank tells"
 
 
-def joined_later():
+def joined_later(num_before):
     training = Training("after")
-    depths, _ = training.train(0, 8)
+    depths, _ = training.train(0, num_before)
     with training.called.join():
-        depths += training.train(8, STEPS - _rank())[0]
+        depths += training.train(num_before, STEPS - _rank())[0]
     return training.answer(depths)
 
 
-def test_nothing_freezes_or_thaws_from_where_ranks_cannot_meet_any_more():
-    first, second = run_ranks(joined_later)
+@pytest.mark.parametrize(("num_before", "depth"), [(4, 2), (8, 0)])
+def test_nothing_freezes_or_thaws_from_where_ranks_cannot_meet_any_more(num_before, depth):
+    first, second = run_ranks(joined_later, num_before)
     for depths, _, _, left, hooks in (first, second):
-        assert set(depths[:5]) == {2} and set(depths[6:]) == {0}
+        assert set(depths[:num_before]) == {2, depth} and set(depths[num_before:]) == {depth}
         assert (left, hooks) == ([], 0)
     assert "freezing and thawing any further" in first[2] and "`join()`" in first[2]
 

@@ -39,7 +39,7 @@ from egeria.session.training import facts_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 NUM_BATCHES = 8  # different batches that the iterations use
-SETTLING, TIMED = 1, 3  # iterations at each depth in a round: behind its change, and the timed ones
+SETTLING, TIMED = 1, 3  # iterations at each depth in a round: after the change, and timed
 MOST_DEPTHS = 8  # that are measured; of a model with more the others lie between these
 LEAST_SAVING = 0.03  # of the training time, for a plan to be worth a try
 

@@ -74,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the summary of a run and write its page."""
     console.print(str(egeria.report(arguments.directory)), markup=False, highlight=False)
     return 0
 
@@ -112,7 +111,6 @@ def _arguments(path: str) -> dict[str, Any]:
 
 
 def _modules(arguments: argparse.Namespace, console: Console) -> int:
-    """Build the model, cut it, print the layer modules."""
     made, pattern = _call_named(arguments.model, "model", "a model"), arguments.pattern
     model, *example = made if isinstance(made, tuple) and len(made) == 2 else (made,)
     if not isinstance(model, nn.Module):

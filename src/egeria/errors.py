@@ -10,7 +10,7 @@ class ConfigError(EgeriaError, ValueError):
 
 
 class UnsupportedModelError(EgeriaError):
-    """The model cannot be cut into layer modules, or copied; the message names the reason."""
+    """The model cannot be cut into layer modules; the message names the reason."""
 
 
 class JournalError(EgeriaError):

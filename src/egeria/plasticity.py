@@ -27,8 +27,9 @@ def sp_loss_of_grams(training_BB: Tensor, reference_BB: Tensor) -> Tensor:
     """Return `sp_loss` from the grams of both activations."""
     num_rows = len(training_BB)
     if num_rows != len(reference_BB) or num_rows < 2:
-        found = f"{num_rows} and {len(reference_BB)} samples"
-        raise ValueError(f"The SP loss compares equal batches of 2 samples or more, found {found}")
+        what = "The SP loss compares equal batches of 2 samples or more"
+        found = f"found {num_rows} and {len(reference_BB)}. Evaluate both models on the same batch."
+        raise ValueError(f"{what}, {found}")
     difference_BB = _similarities(training_BB) - _similarities(reference_BB)
     return difference_BB.square().sum() / num_rows**2
 

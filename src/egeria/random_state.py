@@ -26,7 +26,7 @@ def kept_random_state(model: nn.Module) -> Iterator[None]:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Return the states of Python, numpy and torch on the CPU, as plain values."""
+    """Return the states of Python, numpy and torch on the CPU."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from egeria.errors import UnsupportedModelError, brief
+from egeria.errors import brief
 from egeria.events import RungTaken
 from egeria.model.hooks import copies_of_computed, without_watchers
 from egeria.model.passes import Batch, captures, restore_table, undisturbed
@@ -78,7 +78,7 @@ class Reference:
             plasticity: means of the newest readings, by tap.
 
         Raises:
-            UnsupportedModelError: the model cannot be copied.
+            RuntimeError: the model cannot be copied.
         """
         is_first, known = self._format is None, plasticity or {}
         self._snapshot, batch = take_snapshot(model, self._device), self._here(batch)
@@ -184,7 +184,7 @@ def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
     Its tensors are made directly on `device`: the model's own may have no room for them.
 
     Raises:
-        UnsupportedModelError: the model cannot be copied, or the copy shares something with it.
+        RuntimeError: the model cannot be copied, or the copy shares something with it.
     """
     memo = copies_of_computed(model)
     for tensor in _tensors_of(model):
@@ -198,7 +198,7 @@ def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
         if not before.isdisjoint(map(id, (*snapshot.modules(), *_tensors_of(snapshot)))):
             raise TypeError("the copy shares modules or weights with the model")
     except Exception as error:
-        raise UnsupportedModelError(
+        raise RuntimeError(
             "The reference is a deep copy of the model with modules and weights of its own, which "
             f"{type(model).__name__} does not allow: {error}. Give it a `__deepcopy__` that copies "
             "all of them, or keep what cannot be copied out of its attributes."

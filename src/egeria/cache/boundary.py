@@ -120,7 +120,7 @@ class Layout:
 
 
 class Boundary:
-    """The frozen front of a model; of its outputs the rest must read the last layer's alone.
+    """The frozen front of a model; the rest may read only the output of its last layer.
 
     Frozen submodules (*roots*) that are called once in a pass are skipped by giving their outputs
     back: what crosses at the tap, and NaN elsewhere, which shows if it is read. Look-ups in tables
@@ -278,7 +278,7 @@ def _refusal(name: str, output: Any) -> str:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """Return NaN, or another integer, in the shape of a tensor; it takes no memory."""
+    """Return NaN, or an integer not all elements have, in the shape of a tensor; no memory."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     value = torch.nan if is_number else int(not tensor.any())
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

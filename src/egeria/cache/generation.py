@@ -206,7 +206,7 @@ class Generation:
         return None if lengths is None else row_keys(batch, lengths, cut_names), lengths
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
-        """Return what crosses for a batch that is stored; None if a row is damaged or odd."""
+        """Return what crosses for a batch that is stored; None if a row does not fit."""
         assert self._layout is not None
         rows = self.store.read(found.keys)
         if self.store.damaged:

@@ -107,7 +107,7 @@ class LookAhead:
             self._end("the model is not called with what the loader gives, as it is")
 
     def tell(self, coming: Any) -> None:
-        """Prepare for the batch behind the one that the loop is given now."""
+        """Prepare for the batch after the one that the loop gets now."""
         if not self._places or self._call is None:
             return
         try:

@@ -26,7 +26,7 @@ DIGEST_BYTES = 16
 ROW_BYTES = 256  # of a row beside its values: its key and its place
 DISK_SHARE = 0.5  # of the free disk space may be used; the other half is for others
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that products lose nothing
-_SEED = 20  # of the factors of words; a longer row has the same first ones
+_SEED = 20  # of the factors of words
 
 
 def count_rows(batch: Batch) -> int:

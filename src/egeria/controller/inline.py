@@ -50,7 +50,7 @@ class Controller:
             state: what `state_dict` returned, if a run is resumed; used instead of the batch.
 
         Raises:
-            UnsupportedModelError: the model cannot be copied.
+            RuntimeError: the model cannot be copied.
         """
         return False
 

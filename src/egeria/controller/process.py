@@ -35,7 +35,7 @@ from egeria.random_state import random_states, set_random_states
 
 START_S, END_S = 60.0, 5.0  # more time for the start: importing torch on a busy machine
 QUEUE_LENGTH = 4  # evaluations that may wait, beside one snapshot
-PATIENT_SHARE = 12  # an evaluation waits this part of the timeout for idle processors
+PATIENT_SHARE = 12  # an evaluation waits up to 1/12 of the timeout for idle processors
 WATCH_EVERY_S, LOOK_EVERY_S = 0.5, 0.2
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times. The

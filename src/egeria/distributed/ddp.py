@@ -59,7 +59,7 @@ def refuse(wrapper: DistributedDataParallel | None) -> str | None:
         "the optimizer steps within the backward pass, in a hook. Call it in the loop": is_stepping,
         "a built-in communication hook cannot be registered again. Use register_comm_hook with its "
         "twin of torch.distributed.algorithms.ddp_comm_hooks.default_hooks": is_built_in,
-        "the wrapper is over some processes of the job only. Build it over all": is_partial,
+        "the wrapper is over some ranks of the job only. Build it over all": is_partial,
         "PowerSGD keeps errors by bucket, and buckets change. Leave it out": is_power,
         JOINED: held._join_config.enable,
     }

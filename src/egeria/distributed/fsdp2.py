@@ -9,7 +9,7 @@ from torch import nn
 
 from egeria.distributed.ranks import world_size
 
-_WAY_OUT = "Shard it by fully_shard alone, over one mesh of all processes"
+_WAY_OUT = "Shard it by fully_shard alone, over one mesh of all ranks"
 NO_PLASTICITY = (
     "the model is sharded by fully_shard, and plasticity needs a copy of all of it. "
     "Follow a plan, such as attach(..., plan='0.5:1'), or use DistributedDataParallel"
@@ -48,7 +48,7 @@ def refuse(model: nn.Module) -> str | None:
     if any(sum(not entry.is_replicate() for entry in part.placements) > 1 for part in parts):
         return f"parameters of the model are split twice, as by tensor parallelism. {_WAY_OUT}"
     if any(part.device_mesh.size() != world_size() for part in parts):
-        return f"the model is sharded over some processes of the job only. {_WAY_OUT}"
+        return f"the model is sharded over some ranks of the job only. {_WAY_OUT}"
     return None
 
 

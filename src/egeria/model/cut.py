@@ -90,7 +90,7 @@ def make_modules(
 
     `pattern`, `target_share` and `keep` are settings of `[modules]`; under `minimum_share` of the
     parameters a stage joins its neighbour. `tables_apart` makes a lookup table in front of all
-    blocks a layer module, if nothing behind uses it: it costs little in the passes, and much in the
+    blocks a layer module, if nothing later uses it: it costs little in the passes, and much in the
     optimizer. `watch` is of the first passes; without it the order is that of definition. `order`
     has the names of the pieces that ran, `seen` those of the parameters that received a gradient.
 
@@ -164,7 +164,7 @@ def _find_line(
     nodes = set() if watch is None else reach(watch.outputs)
     if any("CheckpointFunction" in node.name() for node in nodes):
         raise UnsupportedModelError(
-            "A reentrant checkpoint hides what runs in it, and loses gradients behind a frozen "
+            "A reentrant checkpoint hides what runs in it, and loses gradients after a frozen "
             "layer. Give `checkpoint`, or gradient_checkpointing_kwargs, use_reentrant=False."
         )
     by_name = {piece.name: piece for piece in pieces if piece.role != "direct"}
@@ -178,9 +178,9 @@ def _find_places(
 ) -> dict[str, int]:
     """Return for each parameter the index in `line` of the last piece that uses it.
 
-    The graph tells where lookup tables are used, and parameters that no piece in `line` holds, such
-    as a class token. What it does not have is used after all pieces, as in the loss. Without a
-    graph, parameters of a submodule around pieces count as used in front.
+    The graph tells where these are used: lookup tables, and parameters that no piece in `line`
+    holds, such as a class token. What it does not have is used after all pieces, as in the loss.
+    Without a graph, parameters of a submodule around pieces count as used in front.
     """
     places = {name: index for index, piece in enumerate(line) for name in piece.parameters}
     uses = {} if watch is None else _find_uses(model, line, watch)
@@ -195,7 +195,7 @@ def _find_places(
 
 
 def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[str, int]:
-    """Return for each parameter in the graph the index of the last piece that depends on it."""
+    """Return for each parameter in the graph the index of the last piece that reads it itself."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     uses: dict[str, int] = {}
     passed: set[Node] = set()
@@ -207,7 +207,7 @@ def _find_uses(model: nn.Module, line: Sequence[Piece], watch: Watch) -> dict[st
 
 
 def _with_table_apart(line: list[Piece], places: Mapping[str, int]) -> list[Piece]:
-    """Make a block of the first piece with a lookup table of its own, if no block precedes it."""
+    """Make a block of the first piece with a lookup table of its own, if no atom precedes it."""
     for index, piece in enumerate(line):
         if piece.role in ATOMS:
             break
@@ -345,7 +345,7 @@ class _Graph:
     def may_detach(self, depth: int) -> bool:
         """Return whether the output of the first `depth` layer modules may be detached.
 
-        What still trains in front of the boundary must train behind it too (tied weights). Neither
+        What still trains in front of the boundary must train after it too (tied weights). Neither
         it nor an input in front may be reached around the boundary (an embedding that a decoder
         uses too), and no later layer module may be in front (a block that is called twice), nor a
         trained tensor outside of the model.

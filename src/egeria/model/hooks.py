@@ -61,7 +61,7 @@ def remove(table: dict[int, Any], owner: Any) -> None:
 
 
 def copies_of_computed(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy`: tensors that a module computed only copy detached."""
+    """Return a memo for `copy.deepcopy`, with copies of computed tensors, which it cannot make."""
     tensors = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 

@@ -79,7 +79,7 @@ class Batch:
         return sorted(found, key=itemgetter(0))
 
     def first_rows(self, count: int | None) -> "Batch":
-        """Return a copy, which a model may overwrite, cut to `count` samples if it can be."""
+        """Return a detached copy, of the first `count` samples if given and if they can be cut."""
         args, kwargs = tree.map_tensors(Tensor.detach, self.arguments)
         of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
         if count is not None:
@@ -159,7 +159,7 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, unless it is one of several ranks."""
+        """Run an operation, unless it communicates with other ranks."""
         if getattr(func, "namespace", "").startswith(("c10d", "_c10d")):
             raise RuntimeError(
                 f"the forward pass of the model communicates between processes ({func}), and a "

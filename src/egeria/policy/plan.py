@@ -16,7 +16,7 @@ from egeria.policy.base import Depth, Interval, Wants
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
 JUDGED_STEPS = 8  # the mean loss of fewer steps says little
 ALONE = 0.25  # share of the steps in which the last layer module trains alone
-LATE_START = 0.7  # share of the steps after which modules freeze evenly, behind such a phase
+LATE_START = 0.7  # share of the steps after which modules freeze evenly, if there is such a phase
 LATER_START = 0.8  # the same without one: with SGD, a start at half of the steps cost 3.3 points
 
 
@@ -138,7 +138,7 @@ def even_moves(num_modules: int, start: float) -> tuple[Move, ...]:
     """
     last = num_modules - 1
     shares = [(depth, start + (1 - start) * depth / last) for depth in range(1, last)]
-    # Cut after four digits: rounded up, a share would come to lie behind the step it stands for.
+    # Cut after four digits: rounded up, a share could be later than its step.
     return tuple(Move(math.floor(1e4 * time + ROUNDING) / 1e4, depth) for depth, time in shares)
 
 

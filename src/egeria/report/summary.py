@@ -192,8 +192,9 @@ class Summary:
     def skipped_share(self) -> float | None:
         """Share of the compute so far that was skipped, mean over the steps."""
         skipped = [(point.skipped_share or 0.0) * point.num_steps for point in self.depths]
-        is_known = all(point.skipped_share is not None for point in self.depths)
-        return ratio(math.fsum(skipped), self.step - self.first_step) if is_known else None
+        if any(point.skipped_share is None for point in self.depths):
+            return None
+        return ratio(math.fsum(skipped), sum(point.num_steps for point in self.depths))
 
     def steps_frozen(self, module: int) -> int:
         """Return for how many steps a layer module was frozen."""

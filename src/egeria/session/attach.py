@@ -70,7 +70,7 @@ def attach(
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`.
         controller: 'auto', 'process', 'inline' or your own; takes precedence over `config`.
-        policy: the name of a policy, or your own `egeria.policy.Maker`; also over `config`.
+        policy: the name of a policy, or your own `egeria.policy.Maker`; over `config` too.
         plan: when to freeze how many front layer modules. "0.5:1 0.75:2" freezes one from half of
             the steps on, and two from three quarters on. Short for `policy.plan`.
         log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow`, a callable

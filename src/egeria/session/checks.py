@@ -1,4 +1,4 @@
-"""Checks the arguments of `attach`, and that all ranks have the same; what is declined."""
+"""Checks the arguments of `attach`, also against other ranks, and what cannot be frozen."""
 
 import os
 import re

@@ -20,7 +20,7 @@ CHECKED_CALLS = 100
 NO_STEP = "one of the optimizers given to attach made no step. Attach those that step"
 NO_STEPS = (
     f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls of "
-    "run.step. Give attach the optimizer that steps, and call run.step(loss) behind it"
+    "run.step. Give attach the optimizer that steps, and call run.step(loss) after it"
 )
 FEWEST = 7  # iterations that a median is taken of, where there are so many at a depth
 # Of a run under a policy that asks for no intervals: their number, or their length.
@@ -201,7 +201,7 @@ class Clock:
     def end_interval(
         self, frozen: int, learning_rate: float, together: Callable[..., list[Any]]
     ) -> IntervalMeasured:
-        """Begin the next interval; return what this one showed, averaged over the ranks."""
+        """Begin the next interval; return what this one showed, with the mean loss of all ranks."""
         losses, self._losses = to_floats(self._losses), []
         wall_s, cpu_s = self._median(frozen)
         if not frozen:

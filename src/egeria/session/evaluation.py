@@ -34,7 +34,7 @@ from egeria.session.training import FreezingEndedError, Training
 
 FAILURES_BEFORE_GIVING_UP = 3
 POLLS_PER_INTERVAL = 4  # a process may have readings at any time
-NUM_REVIEWED, LARGEST_GROWTH = 3, 8  # evaluations behind which `n` may grow, and how far
+NUM_REVIEWED, LARGEST_GROWTH = 3, 8  # evaluations after which `n` may grow, and how far
 
 
 class Evaluation:

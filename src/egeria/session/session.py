@@ -6,7 +6,6 @@ interval ends, or the policy wants to be asked, `_act` calls `_decide`, and that
 policy (`policy`) and sets the depth of its answer, or refuses it (`apply`).
 """
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -105,9 +104,10 @@ class Session:
     # --- from attach to the first update ---------------------------------------------------------
 
     def _before_update(self, optimizer: int) -> None:
-        """Cut the model and set the first depth, once all optimizers are at their first update.
+        """Cut the model, once all optimizers are at their first update.
 
-        What is frozen here loses its gradients, so that this update already leaves it alone.
+        With one optimizer the first depth is set here too, so that this update leaves frozen layers
+        alone; with several it is set in the next `run.step`.
         """
         first, begin = self._first, Seconds.now()
         if first is None:
@@ -153,7 +153,7 @@ class Session:
         if self._first is None:
             self.steps.stop_calling()
         with self._guard("a decision"):
-            if self.parts is not None:
+            if self.parts is not None and not self._is_lost:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
                 self._end_interval()
@@ -246,7 +246,7 @@ class Session:
 
     def _find_due(self) -> None:
         """Find the next step at which something is to be done."""
-        self._due = math.inf if self._is_lost else self.clock.ends
+        self._due = self.clock.ends
         if self.parts is not None and not self._is_lost:
             self._due = min(self._due, self.parts.policy.wants.next_step(self._asked_at))
             if self.parts.evaluation is not None:
@@ -341,9 +341,11 @@ class Session:
             yield
             views = self._together(lambda: (self.frozen, self.clock.interval_steps))
             if any(view != views[0] for view in views):
-                raise RankError(f"the processes of the job do not agree on what is frozen: {views}")
+                raise RankError(f"the ranks do not agree on what is frozen: {views}")
         except LostError as error:  # this rank must not thaw while the others stay frozen
             self._is_lost, self._meets = True, False
+            if self.parts is not None and self.parts.evaluation is not None:
+                self.parts.evaluation.disarm()
             self.recorder.decline("freezing and thawing any further", str(error))
         except RankError as error:
             self._end(str(error))

@@ -146,7 +146,7 @@ class FirstStep:
         sweep(self._training.model, self)
 
     def comes_to(self, number: int, num_calls: int) -> bool:
-        """Note which gradients an optimizer has; return whether all are at a step by now."""
+        """Note which gradients an optimizer has; return whether all have come to a step."""
         if not (self.watch.rows or num_calls):
             return False  # `torch.distributed.checkpoint` makes a step to get the optimizer's state
         self._num_updates[number] += 1
