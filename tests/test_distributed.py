@@ -112,7 +112,7 @@ REFUSED = {
     "powersgd": "PowerSGD",
     "delayed": "delay_all_reduce_named_params",
     "overlapped": "steps within the backward pass",
-    "part": "some processes of the job only",
+    "part": "some ranks of the job only",
 }
 
 
@@ -183,6 +183,6 @@ def sharded_otherwise():
 def test_other_ways_of_sharding_are_refused_with_the_reason():
     for found in run_ranks(sharded_otherwise):
         assert found["plain"] is None and found["replicated"] is None
-        assert "some processes of the job only" in found["part"]
+        assert "some ranks of the job only" in found["part"]
         assert "fully_shard did not make" in found["tensors"]
         assert "split twice" in found["twice"]

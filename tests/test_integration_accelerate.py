@@ -208,15 +208,9 @@ def train_on_ranks(settings: dict[str, Any] | None, folder: str, options: dict[s
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-def test_two_ranks_freeze_alike_and_watch_without_a_trace(tmp_path):
+def test_two_ranks_watch_without_a_trace(tmp_path):
     options = {"gradient_accumulation_steps": 2}
     plain = run_ranks(train_on_ranks, None, "", options)
     watched = run_ranks(train_on_ranks, {"config": WATCH}, str(tmp_path / "watched"), options)
     for ours, theirs in zip(watched, plain, strict=True):
         assert differences(ours, theirs) == []
-    first, second = run_ranks(train_on_ranks, {"config": FREEZE}, str(tmp_path / "frozen"), options)
-    weights = [{k: v for k, v in end.items() if k != "random" and "running" not in k} for end in (first, second)]
-    assert differences(*weights) == []
-    steps = first["steps"]
-    assert freezes(tmp_path / "frozen") == [(-(-steps * 3 // 10), 1), (-(-steps * 6 // 10), 2)]
-    assert not read_journal(tmp_path / "frozen").of(Declined)

@@ -303,7 +303,9 @@ def ranks(folder, config, **changes):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("changes", [{}, KINDS["accumulation"]], ids=["plain", "accumulation"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param(KINDS["accumulation"], marks=pytest.mark.slow)], ids=["plain", "accumulation"]
+)
 def test_two_ranks_train_as_without_it_and_freeze_alike(changes, tmp_path):
     plain, watched = ranks(tmp_path / "plain", None, **changes), ranks(tmp_path / "watched", WATCH, **changes)
     for mine, theirs in zip(watched, plain, strict=True):

@@ -162,6 +162,7 @@ def start_job(launcher, *arguments):
     return [line for line in done.stdout.splitlines() if line.startswith(("epoch", "accuracy"))]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 def test_the_cluster_example_runs_under_python_and_torchrun_and_goes_on_in_either(tmp_path):
