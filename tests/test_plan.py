@@ -112,9 +112,9 @@ def test_the_share_that_it_skips_is_that_of_the_backward_passes():
 
 
 def test_with_adam_the_last_module_begins_alone_and_without_it_the_front_freezes_late():
-    facts = {"pretrained": True, "total_steps": 1000, "batch_norm": False}
+    facts = {"pretrained": True, "total_steps": 1000, "convolutional": False}
     adam, sgd = (draw_up(MODULES, **facts, adaptive=adaptive) for adaptive in (True, False))
-    assert draw_up(MODULES, **{**facts, "batch_norm": True}, adaptive=True) == sgd
+    assert draw_up(MODULES, **{**facts, "convolutional": True}, adaptive=True) == sgd
     assert str(adam) == "0:3 0.25:0 0.8:1 0.9:2" and "trains alone up to 25% of the steps" in adam.reason
     assert str(sgd) == "0.8666:1 0.9333:2" and "pretrained: everything trains up to 80%" in sgd.reason
     assert (adam.modules, adam.total_steps) == (MODULES, 1000)
@@ -124,8 +124,14 @@ def test_with_adam_the_last_module_begins_alone_and_without_it_the_front_freezes
     assert [even_moves(count, 0.5) for count in (0, 1, 2)] == [()] * 3
 
 
+def test_convolutions_tell_a_convolutional_network_also_without_batch_normalisation():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3), nn.Linear(8, 2))
+    made = egeria.plan(net, torch.optim.AdamW(net.parameters()), total_steps=9, config={"policy": {"pretrained": True}})
+    assert "everything trains up to 80%" in made.reason
+
+
 def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
-    facts = {"adaptive": True, "batch_norm": False}
+    facts = {"adaptive": True, "convolutional": False}
     scratch = draw_up(MODULES, 1000, pretrained=False, **facts)
     unknown = draw_up(MODULES, None, pretrained=True, **facts)
     assert not scratch.moves and "from scratch; policy='egeria'" in scratch.reason
@@ -134,7 +140,7 @@ def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
 
 def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
     settings, names = Config.from_dict({"policy": {"name": name, **policy}}).policy, ("",) * modules
-    facts = {"pretrained": settings.pretrained is True, "adaptive": False, "batch_norm": False}
+    facts = {"pretrained": settings.pretrained is True, "adaptive": False, "convolutional": False}
     found = find_plan(settings, names, total_steps, **facts)
     config = Config(policy=replace(settings, plan=found and str(found)))
     return find_maker(config)(

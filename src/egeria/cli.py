@@ -79,7 +79,6 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _advise(arguments: argparse.Namespace, console: Console) -> int:
-    """Build the training, measure it, print the advice; write it where that is asked for."""
     plan, file = arguments.plan, arguments.json
     check("plan", plan or "", wrong_plan)
     if file is not None and not file.parent.is_dir():
@@ -171,7 +170,6 @@ def _cut_table(model: torch.nn.Module, modules: tuple[LayerModule, ...]) -> Tabl
 
 
 def _doctor(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the table; 1 if the directory cannot be written."""
     (kind, _, why), memory = choose("auto", "auto", torch.nn.Linear(1, 1)), psutil.virtual_memory()
     waiting, load = os.environ.get("OMP_WAIT_POLICY", "not set"), psutil.cpu_percent(interval=0.2)
     accelerator, status = "none that torch can use", 0

@@ -103,7 +103,7 @@ def draw_up(
     *,
     pretrained: bool,
     adaptive: bool,
-    batch_norm: bool,
+    convolutional: bool,
 ) -> Plan:
     """Return the plan of a training; that of a model trained from scratch freezes nothing.
 
@@ -113,15 +113,15 @@ def draw_up(
         pretrained: whether the weights come from an earlier training.
         adaptive: whether the optimizers scale each parameter's steps, as Adam does. Steps of SGD
             are as long as gradients, and a head that fits leaves the body small ones (record 0048).
-        batch_norm: whether the model has batch normalisation. Such networks lost accuracy when
-            the last layer module trained alone (record 0049); why is not known (record 0050).
+        convolutional: whether most weights are convolutions', or there is batch normalisation.
+            Such networks lost accuracy when the last layer module trained alone (record 0049).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
         reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
     elif total_steps is None:
         reason = "total_steps is not known; pass it to attach"
-    elif adaptive and not batch_norm and len(modules) > 1:
+    elif adaptive and not convolutional and len(modules) > 1:
         alone = (Move(0.0, len(modules) - 1), Move(ALONE, 0))
         moves = (*alone, *even_moves(len(modules), LATE_START))
         reason = f"pretrained: the last layer module trains alone up to {ALONE:.0%} of the steps"

@@ -24,11 +24,13 @@ from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
 
 def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return what `draw_up` takes beside the layer modules: `adaptive` and `batch_norm`."""
+    """Return what `draw_up` takes beside the layer modules: `adaptive` and `convolutional`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     adaptive = all("betas" in group for group in groups)  # as those of Adam and its kin
-    batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
-    return {"adaptive": adaptive, "batch_norm": batch_norm}
+    parts, total = list(model.modules()), sum(entry.numel() for entry in model.parameters())
+    kernels = sum(p.weight.numel() for p in parts if isinstance(p, nn.modules.conv._ConvNd))
+    has_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+    return {"adaptive": adaptive, "convolutional": has_norm or 2 * kernels > total}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
