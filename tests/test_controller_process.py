@@ -257,12 +257,10 @@ def test_forked_data_workers_neither_hold_nor_end_the_controller(tmp_path):
 
 
 SCRIPT = """
-import os, signal, sys, time, torch
+import os, signal, sys, time, torch, egeria
 from torch import nn
-import egeria
 from egeria.events import PlasticityRead
 print("imported", flush=True)
-
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 class Part(nn.Linear):
     def forward(self, x):
@@ -272,8 +270,7 @@ model = nn.Sequential(*(Part(8, 8) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 config = {
     "policy": {"name": "egeria"},
-    "plasticity": {"interval_steps": 2, "window": 2},
-    "bootstrapping": {"change_threshold": 1.0},
+    "plasticity": {"interval_steps": 2, "window": 2}, "bootstrapping": {"change_threshold": 1.0},
     "controller": {"budget_share": 1000.0, "load_limit": 1.0, "kind": "process"},
 }
 run = egeria.attach(model, optimizer, config=config, directory=sys.argv[1])
@@ -328,7 +325,10 @@ def test_a_script_that_ends_without_close_leaves_no_controller(script, tmp_path)
 @pytest.mark.parametrize("stopped", ["training", "controller"])
 def test_a_training_that_is_killed_leaves_no_controller(stopped, script):
     process, pid = script()
-    os.kill(process.pid if stopped == "training" else pid, signal.SIGSTOP)
+    victim = psutil.Process(process.pid if stopped == "training" else pid)
+    victim.suspend()
+    while victim.status() != psutil.STATUS_STOPPED:  # the kernel wakes only what has stopped
+        time.sleep(0.01)
     process.kill()
     assert is_gone_within(pid, 10)
 
