@@ -75,7 +75,7 @@ def its_forward(model, graphs):
     return model
 
 
-WAYS = [wrapped, in_place, block_by_block, its_forward]
+WAYS = [wrapped, in_place, *(pytest.param(way, marks=pytest.mark.slow) for way in (block_by_block, its_forward))]
 
 
 def settings():

@@ -212,7 +212,7 @@ def test_nor_does_that_of_a_frozen_encoder(kind, config, tmp_path):
     ours.run.close()
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5", "ViT"])
+@pytest.mark.parametrize("name", ["BERT", "ViT", *(pytest.param(n, marks=pytest.mark.slow) for n in ("GPT-2", "T5"))])
 def test_its_plasticity_is_read(name, tmp_path):
     program = Program(**of("BertForSequenceClassification", sorts_words, **BERT)) if name == "BERT" else FAMILIES[name]
     given = {"config": {**FAST, "freezing": {"tolerance_share": 5.0}}, "controller": "inline", "policy": "egeria"}

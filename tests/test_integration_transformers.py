@@ -145,15 +145,15 @@ KINDS = {
     "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
 }
-each_kind = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+SLOW = ("smoothing", "bf16", "evaluation")
 
 
-@each_kind
-def test_without_a_freeze_it_is_plain_training_bit_for_bit(changes, tmp_path):
-    plain = trainer(tmp_path / "plain", **changes)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
+def test_without_a_freeze_it_is_plain_training_bit_for_bit(kind, tmp_path):
+    plain = trainer(tmp_path / "plain", **KINDS[kind])
     plain.train()
     state = random_state()
-    watched, _, frozen = train_watched(tmp_path / "watched", WATCH, **changes)
+    watched, _, frozen = train_watched(tmp_path / "watched", WATCH, **KINDS[kind])
     assert torch.equal(random_state(), state)
     assert set(frozen.values()) == {0}
     assert_equal(watched, plain)

@@ -107,7 +107,7 @@ def told(directory):
 
 
 @pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
-@pytest.mark.parametrize("kind", HOW)
+@pytest.mark.parametrize("kind", ["plan", pytest.param("paper", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("places", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(kind, places, tmp_path):
     whole, wrong = train(tmp_path / "whole", kind, None, goes_on=True)

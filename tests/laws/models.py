@@ -241,7 +241,7 @@ MODELS = {
     "remembering": Model(build=Remembering, is_refused=True),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
-IN_GATE = ("residual", "transformer", "lora")  # of laws that take long; the other models are slow tests
+IN_GATE = ("residual", "lora")  # of laws that take long; the other models are slow tests
 each_model_in_time = pytest.mark.parametrize(
     "name", [name if name in IN_GATE else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )

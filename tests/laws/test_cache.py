@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from laws.models import BATCH, MODELS, NUM_ROWS, each_model
+from laws.models import BATCH, MODELS, NUM_ROWS, each_model_in_time
 from laws.support import CACHES, Training, cached_rows, decisions, differences, outside, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")  # a law holds whatever is warned of
@@ -38,7 +38,7 @@ def train(name, kind, directory):
     return training.everything()
 
 
-@each_model
+@each_model_in_time
 def test_law_3_cached_is_computed(name, tmp_path):
     computed, decided = train(name, "none", tmp_path / "none"), decisions(tmp_path / "none")
     assert cached_rows(tmp_path / "none") == 0

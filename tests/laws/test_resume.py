@@ -2,7 +2,7 @@
 
 import pytest
 
-from laws.models import each_model, each_model_in_time
+from laws.models import each_model_in_time
 from laws.support import Training, decisions, differences, how
 
 pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")  # a law holds whatever is warned of
@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
     return make
 
 
-@each_model
+@each_model_in_time
 @pytest.mark.parametrize("stop", STOPS["plan"])
 def test_law_5_a_plan_goes_on(name, stop, whole, tmp_path):
     go_on(name, "plan", stop, whole, tmp_path)
