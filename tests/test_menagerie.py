@@ -22,7 +22,7 @@ INLINE = {
 }
 
 
-ALWAYS = ("KeepingAll", "BreakingInInference", "Uncopyable", "Wrapped", "one_layer", "norms_kept_in_inference")
+ALWAYS = ("KeepingAll", "BreakingInInference", "Uncopyable", "Wrapped", "norms_kept_in_inference", "spectral_norm")
 
 
 def over(specimens):

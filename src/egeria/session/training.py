@@ -24,11 +24,11 @@ from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
 
 def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return what `draw_up` takes beside the layer modules: `adaptive` and `convolutional`."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    adaptive = all("betas" in group for group in groups)  # as those of Adam and its kin
+    """Return what `draw_up` takes beside modules: `adaptive`, as Adam is, and `convolutional`."""
+    adaptive = all("betas" in group for optimizer in optimizers for group in optimizer.param_groups)
     parts, total = list(model.modules()), sum(entry.numel() for entry in model.parameters())
-    kernels = sum(p.weight.numel() for p in parts if isinstance(p, nn.modules.conv._ConvNd))
+    convolutions = nn.ModuleList(p for p in parts if isinstance(p, nn.modules.conv._ConvNd))
+    kernels = sum(e.numel() for e in convolutions.parameters())  # `.weight` may be computed anew
     has_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
     return {"adaptive": adaptive, "convolutional": has_norm or 2 * kernels > total}
 
