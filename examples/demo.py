@@ -180,7 +180,7 @@ def main() -> None:
     """Fine-tune with each seed without egeria and with it; print both results and where the reports are."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
-    parser.add_argument("--epochs", type=int, default=16, help="epochs of a run (default 16)")
+    parser.add_argument("--epochs", type=int, default=14, help="epochs of a run (default 14)")
     parser.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="for journals and reports")
     options = parser.parse_args()
     if options.seeds < 1 or options.epochs < FEWEST_EPOCHS:
