@@ -164,6 +164,6 @@ def _doubts(summary: Summary) -> list[tuple[object, str]]:
         (summary.num_earlier_runs, f"The directory also holds {earlier}, left out here."),
         (summary.num_damaged, f"{damaged} of the journal could not be read."),
         (is_rough, f"Only {unfrozen} ran unfrozen: what they take is computed from module sizes."),
-        (is_estimate, "Time saved is estimated: 1.1 points too low in 11 trainings, 2.7 at most."),
+        (is_estimate, "Time saved is estimated; on CPUs it was 1.1 points too low, at most 2.7."),
         (is_early, "A little less was saved: only the first steps, the slow ones, ran unfrozen."),
     ]
