@@ -387,10 +387,10 @@ def test_a_state_of_another_egeria_or_of_another_model_is_refused(tmp_path):
     state = frozen_loop(tmp_path / "parts").run.state_dict()
     other = scripted_loop(tmp_path / "other", "residual")
     for schema in (1, 99, None):
-        with pytest.raises(StateError, match=f"schema 4, found {schema}"):
+        with pytest.raises(StateError, match=f"schema 5, found {schema}"):
             other.run.load_state_dict({**state, "schema": schema})
     with pytest.raises(StateError, match="damaged"):
-        other.run.load_state_dict({"schema": 4})
+        other.run.load_state_dict({"schema": 5})
     with pytest.raises(StateError, match="another model"):
         other.run.load_state_dict(state)
     with pytest.raises(StateError, match=r"under the policy that it began with.*policy='egeria'"):

@@ -208,7 +208,7 @@ def plan(
 
 def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     """Return the optimizers as a list; raise ConfigError if this training cannot be copied."""
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(model, nn.Module):
         found = f"a {type(model).__name__}"
     elif any(base.__module__.startswith("torch.nn.parallel") for base in type(model).__mro__):
@@ -219,10 +219,12 @@ def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
         found = f"parameters on {', '.join(sorted(kinds))}"
     elif world_size() > 1:
         found = f"a job of {world_size()} processes"
-    elif not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
-        found = f"{optimizers!r} as optimizers"
+    elif not isinstance(optimizers, (list, tuple)) or not optimizers:
+        found = f"{type(optimizer).__name__} as the optimizer"
+    elif kinds := {type(e).__name__ for e in optimizers if not isinstance(e, Optimizer)}:
+        found = f"{', '.join(sorted(kinds))} as an optimizer"
     else:
-        return optimizers
+        return list(optimizers)
     raise ConfigError(
         "advise takes a torch.nn.Module on the CPU or CUDA with torch optimizers, in one process, "
         f"found {found}. Ask before the model is compiled or wrapped."

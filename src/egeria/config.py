@@ -65,10 +65,10 @@ def number(within: Callable[[float], bool], contract: str) -> Rule:
     return satisfies(lambda x: _is_a(x, (int, float)) and math.isfinite(x) and within(x), contract)
 
 
-def count(at_least: int = 1) -> Rule:
-    """Return the rule for a whole number of at least `at_least`."""
+def count(at_least: int = 1, at_most: int = 2**53) -> Rule:
+    """Return the rule for a whole number within limits."""
     contract = f"a whole number of at least {at_least}"
-    return satisfies(lambda value: _is_a(value, int) and value >= at_least, contract)
+    return satisfies(lambda value: _is_a(value, int) and at_least <= value <= at_most, contract)
 
 
 def choice(*names: str) -> Rule:

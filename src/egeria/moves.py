@@ -11,8 +11,8 @@ from egeria.errors import ConfigError
 PLAN_TEXT = 'text such as "0.5:1 0.75:2", "step 500:2" or "epoch 3:encoder.layer.1"'
 _ENTRY = re.compile(r"(?:(?:step|epoch)\s+)?\S+")
 _MOVE = re.compile(
-    r"(?:step\s+(?P<step>\d+)|epoch\s+(?P<epoch>\d+\.?\d*)|(?P<share>\d+\.?\d*|\.\d+))"
-    r":(?:(?P<depth>\d+)|(?P<name>(?=\S*[A-Za-z_])\w[\w.-]*))(?=\s|$)"
+    r"(?:step\s+(?P<step>\d{1,15})|epoch\s+(?P<epoch>\d{1,9}\.?\d*)|(?P<share>\d{1,15}\.?\d*|\.\d+))"
+    r":(?:(?P<depth>\d{1,15})|(?P<name>(?=\S*[A-Za-z_])\w[\w.-]*))(?=\s|$)"
 )
 ROUNDING = 1e-9  # a moment must not miss a whole step by an error in the last digit
 _UNITS = {"share": "shares of the steps", "step": "steps", "epoch": "epochs"}

@@ -3,8 +3,10 @@
 A *tree* is a tensor, a container of trees, or any other value, which stays as it is.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -123,6 +125,18 @@ def take_rows(tree: Tree, count: int) -> Tree:
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in leaves(tree)}
     is_cut = len(sizes) == 1 and max(sizes) > count
     return map_tensors(lambda tensor: tensor[:count], tree) if is_cut else tree
+
+
+def checksum(value: Any) -> int:
+    """Return a number that differs where `contents` do, whatever the order of keys."""
+    total = 0
+    for path, entry in sorted(contents(value), key=itemgetter(0)):
+        what = repr((entry.dtype, entry.shape) if isinstance(entry, Tensor) else entry)
+        total = zlib.crc32(f"{path} {what}".encode(errors="backslashreplace"), total)
+        if isinstance(entry, Tensor) and entry.layout is torch.strided:
+            held = own_part(entry).cpu().contiguous().flatten().view(torch.uint8)
+            total = zlib.crc32(held.numpy().data, total)
+    return total
 
 
 def is_plain(value: Any) -> bool:

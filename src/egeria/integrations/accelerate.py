@@ -1,5 +1,6 @@
 """Hugging Face Accelerate: `attach`, called after `accelerator.prepare`."""
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -7,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from egeria import session
-from egeria.errors import ConfigError
+from egeria.errors import ConfigError, StateError
 from egeria.report.trackers import Tracker
-from egeria.session import Run
+from egeria.session import EgeriaWarning, Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -66,8 +67,13 @@ class _Place:
         return self.run.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self.run.summary().closed:  # then weights may be loaded, for a test of the best
+        if self.run.summary().closed:  # then weights may be loaded, for a test of the best
+            return
+        try:
             self.run.load_state_dict(state)
+        except StateError as error:
+            text = f"egeria cannot go on from its state in the checkpoint and begins anew: {error}"
+            warnings.warn(text, EgeriaWarning, stacklevel=2)
 
 
 def _log(accelerator: Any, values: Mapping[str, float], step: int) -> None:

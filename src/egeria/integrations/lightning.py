@@ -94,14 +94,12 @@ class EgeriaCallback(Callback):
             warnings.warn(text, EgeriaWarning, stacklevel=2)
             return
         state, begins = self._loaded, trainer.global_step
-        self._begin(trainer, pl_module, int(state["first_step"]) if state else begins)
-        try:
-            if state:
-                self.load_state_dict(state)
-        except StateError as error:
+        first = state.get("first_step") if isinstance(state, Mapping) else None
+        if not (isinstance(first, int) and 0 <= first <= begins):
+            first = begins
+        self._begin(trainer, pl_module, first)
+        if state is not None and not self._restore(state):
             self.on_train_end(trainer, pl_module)
-            text = f"egeria starts from scratch: its state in the checkpoint does not fit: {error}"
-            warnings.warn(text, EgeriaWarning, stacklevel=2)
             self._begin(trainer, pl_module, begins)
 
     def on_train_batch_end(
@@ -130,9 +128,21 @@ class EgeriaCallback(Callback):
         """Keep the state until the training starts; roll back a run that is under way."""
         if self.run is None:
             self._loaded = state_dict or None
-        elif not self.run.summary().closed:
-            self.run.load_state_dict(state_dict["run"])
-            self._first_step = int(state_dict["first_step"])
+        elif not self.run.summary().closed and self._restore(state_dict):
+            self._first_step = state_dict["first_step"]
+
+    def _restore(self, state: Any) -> bool:
+        """Go on from the state in a checkpoint; where it does not fit, say so and return False."""
+        try:
+            if not (isinstance(state, Mapping) and isinstance(state.get("first_step"), int)):
+                raise StateError("it is not what egeria wrote there")
+            if self.run is not None:
+                self.run.load_state_dict(state.get("run"))
+        except StateError as error:
+            text = f"egeria cannot go on from its state in the checkpoint and begins anew: {error}"
+            warnings.warn(text, EgeriaWarning, stacklevel=2)
+            return False
+        return True
 
     def _begin(self, trainer: Any, pl_module: nn.Module, first_step: int) -> None:
         steps, loader = _total_steps(trainer), trainer.train_dataloader

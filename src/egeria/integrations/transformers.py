@@ -8,6 +8,7 @@ callback is followed until its loop ends.
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -118,10 +119,12 @@ class EgeriaCallback(TrainerCallback):
         settings = {"scheduler": trainer.lr_scheduler, "config": self._config}
         attach = functools.partial(egeria.attach, *given, **settings)
         if saved is not None:
-            place = folder.with_name(saved["journal"])
+            name = str(saved.get("journal"))
+            is_ours = re.fullmatch(rf"{re.escape(folder.name)}(-\d+)?", name)
+            place = folder.with_name(name) if is_ours else folder
             self.run = attach(total_steps=state.max_steps, directory=place)
             try:
-                self.run.load_state_dict(saved["run"])
+                self.run.load_state_dict(saved.get("run"))
                 return
             except egeria.StateError as error:
                 self._close()
@@ -137,7 +140,7 @@ class EgeriaCallback(TrainerCallback):
             return None
         path, read = self._checkpoint / STATE_FILE, list[dict[str, Any]]()
         try:
-            together(lambda: read.append(torch.load(path, map_location="cpu", weights_only=True)))
+            together(lambda: read.append(_read(path)), "Trainer.train")
         except Exception as error:  # a damaged file may raise anything
             reason = f"{path} cannot be read ({brief(error)}); it begins anew from here"
             self._notes.decline("resuming", reason)
@@ -192,6 +195,13 @@ def _save(run: egeria.Run, path: Path) -> None:
     unfinished = path.with_suffix(".part")
     torch.save({"journal": journal, "run": run.state_dict()}, unfinished)
     unfinished.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(saved, dict):
+        raise egeria.StateError(f"it holds {type(saved).__name__} and no state")
+    return saved
 
 
 def _unused(directory: Path) -> Path:

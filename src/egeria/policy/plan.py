@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from egeria.config import Config, PolicyConfig
+from egeria.config import Config, PolicyConfig, check
 from egeria.errors import ConfigError
-from egeria.moves import ROUNDING, Move, read_plan
+from egeria.moves import ROUNDING, Move, read_plan, wrong_plan
 from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
@@ -45,6 +45,7 @@ class Plan:
         Raises:
             ConfigError: the length of the training is not known, or moves are not in order.
         """
+        check("plan", text, wrong_plan)
         moves = read_plan(text)
         if total_steps is None and not all(move.is_step for move in moves):
             raise ConfigError(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from egeria import events
 from egeria.config import Config
-from egeria.distributed.ranks import exchange, rank
+from egeria.distributed.ranks import all_or_none, exchange, rank
 from egeria.errors import ConfigError, JournalError, StateError, brief
 from egeria.journal import Recorder, read_journal, run_directory
 from egeria.model.compile import Compilation, is_compiled
@@ -28,7 +28,7 @@ from egeria.report.text import duration, plural, printable, progress
 from egeria.report.trackers import Tracker, find_trackers, scalars
 from egeria.session import checks
 from egeria.session.clock import Seconds, read_loss
-from egeria.session.session import STATE_SCHEMA, Session
+from egeria.session.session import Session
 from egeria.session.training import Training
 
 logger = logging.getLogger("egeria")
@@ -36,8 +36,6 @@ logger = logging.getLogger("egeria")
 LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
 if TYPE_CHECKING:
     from egeria.controller.inline import Controller
-
-_GO_ON = "Take an earlier checkpoint, or go on without loading it."
 
 
 def attach(
@@ -81,19 +79,22 @@ def attach(
 
     Raises:
         ConfigError: an argument is outside its contract, or an open run watches this model.
+        RankError, LostError: it failed on another rank, or was not called there.
     """
     begin = Seconds.now()
-    settings = checks.read_config(config, controller, policy, plan)
-    loader = checks.unwrap_loader(loader)
-    rule_name, rule = checks.choose_rule(settings, scheduler)
-    given, inner, optimizers = checks.check_training(model, optimizer, total_steps, directory)
-    _check_unwatched(inner)
-    checks.check_plan(settings.policy, inner, loader, total_steps)
-    checks.agree_on_the_run(settings, total_steps)
     leads = rank() == 0  # only the first rank keeps a journal and logs
-    trackers = find_trackers(log_to) if leads else []
+    with all_or_none("attach"):
+        settings = checks.read_config(config, controller, policy, plan)
+        loader = checks.unwrap_loader(loader)
+        rule_name, rule = checks.choose_rule(settings, scheduler)
+        given, inner, optimizers = checks.check_training(model, optimizer, total_steps, directory)
+        _check_unwatched(inner)
+        checks.check_plan(settings.policy, inner, loader, total_steps)
+        trackers = find_trackers(log_to) if leads else []
+    checks.agree_on_the_run(settings, total_steps)
     recorder = Recorder(run_directory(directory) if leads else None, echoes=not leads)
     pretrained = checks.is_pretrained(settings, inner)
+    shared = exchange((pretrained, recorder.directory), "attach")
     training = Training(
         model=inner,
         given=given,
@@ -106,7 +107,8 @@ def attach(
         total_steps=total_steps,
         recorder=recorder,
         compilation=Compilation() if is_compiled(given) or is_compiled(inner) else None,
-        is_pretrained=any(exchange(pretrained)),  # a rank may hold too little to tell
+        is_pretrained=any(told for told, _ in shared),  # a rank may hold too little to tell
+        directory=shared[0][1],
     )
     showing = Showing(training, trackers, speaks=leads)
     try:
@@ -170,7 +172,10 @@ class Run:
 
     def log(self, **metrics: float) -> None:
         """Write numbers to the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {k: float(read_loss(v, f"run.log takes {k}")) for k, v in metrics.items()}
+        if self._closed:
+            lost = "egeria: run.log was called after run.close; its numbers are not written."
+            self._recorder.warn("run.log", lost)
         self._recorder.write(events.MetricLogged(step=self._session.clock.step, values=values))
 
     def summary(self) -> Summary:
@@ -220,7 +225,7 @@ class Run:
             return self._last_state
         return self._session.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Restore a saved state; load the model and the optimizer first.
 
         Raises:
@@ -229,17 +234,15 @@ class Run:
         """
         if self._closed:
             raise StateError("A closed run takes no state. Attach anew, then load.")
-        if (schema := state.get("schema")) != STATE_SCHEMA:
-            raise StateError(
-                f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load it "
-                "with the egeria that wrote it, or load the model and the optimizer alone."
-            )
+        checks.check_state(state)
         try:
             self._session.load_state_dict(state)
         except StateError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            raise StateError(f"The run's state is damaged ({brief(error)}). {_GO_ON}") from error
+            raise StateError(
+                f"The run's state is damaged ({brief(error)}). {checks.GO_ON}"
+            ) from error
         resumed = events.Resumed(step=self._recorder.step, frozen=self.frozen, stage=self.stage)
         self._recorder.write(resumed)
 
@@ -249,12 +252,14 @@ class Run:
         if self._last_state is None:
             with suppress(Exception):  # a device that has failed tells no losses
                 self._last_state = session.state_dict()
+        goes_well = sys.exc_info()[0] is None  # after an error calls may be missing
+        if goes_well and not self._closed:
+            session.meet_to_close()
         session.close()  # also in a second call, after an interrupt
         if self._closed:
             return
         self._closed = True
-        reason = session.steps.calls_missing
-        if reason and sys.exc_info()[0] is None:  # after an error calls may be missing
+        if (reason := session.steps.calls_missing) and goes_well:
             self._recorder.decline("watching this training", reason)
         clock = session.clock
         closed = events.RunClosed(
@@ -390,5 +395,5 @@ class Packed:
         try:
             loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise StateError(f"The run's state cannot be read ({error}). {_GO_ON}") from error
+            raise StateError(f"The run's state cannot be read ({error}). {checks.GO_ON}") from error
         self._run.load_state_dict(loaded)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from egeria import tree
 from egeria.config import Config, PolicyConfig, check, count, optional
 from egeria.distributed import ddp, fsdp2
-from egeria.distributed.ranks import together, world_size
-from egeria.errors import ConfigError
+from egeria.distributed.ranks import LostError, RankError, exchange, world_size
+from egeria.errors import ConfigError, StateError
 from egeria.model.cut import is_mostly_trained
 from egeria.moves import resolve
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
 from egeria.session.clock import has_hooks
 
+STATE_SCHEMA = 5  # of what `run.state_dict` returns
+GO_ON = "Take an earlier checkpoint, or go on without loading it."
 # Wrappers of frameworks by class name, and the attribute with the user's own object.
 _INNER = {
     "_FabricModule": "_forward_module",
@@ -47,6 +51,10 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
     given = {"name": policy, "plan": plan}
     if given := {name: value for name, value in given.items() if value is not None}:
         settings = replace(settings, policy=replace(settings.policy, **given))
+    is_controller = all(hasattr(controller, name) for name in ("refresh", "submit", "poll"))
+    if not (isinstance(controller, str | None) or is_controller):
+        what = "controller is 'auto', 'process', 'inline' or an object with the calls of one"
+        raise ConfigError(f"{what}, found {_describe(controller)}. Leave it out for 'auto'.")
     if isinstance(controller, str):
         settings = replace(settings, controller=replace(settings.controller, kind=controller))
     return settings
@@ -175,13 +183,46 @@ def agree_on_the_run(config: Config, total_steps: int | None) -> None:
         return
     # No decision depends on controller and cache. Addresses of objects differ by rank.
     settings = {**config.to_dict(), "controller": None, "cache": None}
-    rows = together(lambda: (total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))))
+    text = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))
+    rows = exchange((total_steps, text), "attach")
     if apart := [number for number, row in enumerate(rows) if row != rows[0]]:
         raise ConfigError(
             "All processes of a job attach with the same total_steps and settings; rank "
             f"{apart[0]} has others than rank 0, total_steps being {[row[0] for row in rows]}. "
             "Give attach those of rank 0 on every rank."
         )
+
+
+def check_state(state: Any) -> None:
+    """Raise StateError on all ranks unless a saved state is whole, and the same moment on all."""
+    damage, moment = _find_damage(state), None
+    if not damage:
+        moment = state["clock"]["step"], (state["engine"] or {}).get("frozen")
+    try:
+        rows = exchange((damage, moment), "run.load_state_dict")
+    except (RankError, LostError) as error:
+        raise StateError(f"A run's state is loaded on all ranks; {error}.") from error
+    if damage or (damage := next((text for text, _ in rows if text), "")):
+        raise StateError(damage)
+    if any(row != rows[0] for row in rows):
+        steps = ", ".join(f"{at[0]} on rank {place}" for place, (_, at) in enumerate(rows))
+        raise StateError(f"All ranks load the state of one moment, found step {steps}. {GO_ON}")
+
+
+def _find_damage(state: Any) -> str:
+    if not isinstance(state, Mapping):
+        what = f"A run's state is what run.state_dict() returned, found {_describe(state)}"
+        return f"{what}. {GO_ON}"
+    if (schema := state.get("schema")) != STATE_SCHEMA:
+        return (
+            f"This egeria reads run states of schema {STATE_SCHEMA}, found {str(schema)[:40]}. "
+            "Load it with the egeria that wrote it, or load the model and the optimizer alone."
+        )
+    with suppress(Exception):  # what is damaged may be anything
+        whole = {name: entry for name, entry in state.items() if name != "checksum"}
+        if tree.checksum(whole) == state["checksum"]:
+            return ""
+    return f"The run's state is damaged: it does not fit its checksum. {GO_ON}"
 
 
 def length_of(thing: Any) -> int | None:

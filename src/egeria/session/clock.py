@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
@@ -19,9 +20,10 @@ from egeria.model.hooks import Hook, remove
 CHECKED_CALLS = 100
 NO_STEP = "one of the optimizers given to attach made no step. Attach those that step"
 NO_STEPS = (
-    f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls of "
-    "run.step. Give attach the optimizer that steps, and call run.step(loss) after it"
+    f"no optimizer given to attach made a step in {CHECKED_CALLS} calls of run.step, which count "
+    "as one. Give attach the optimizer that steps, and call run.step(loss) after it"
 )
+MOST_HELD = 1000  # micro-batches whose losses count for a step: the newest
 FEWEST = 7  # iterations that a median is taken of, where there are so many at a depth
 # Of a run under a policy that asks for no intervals: their number, or their length.
 INTERVALS, INTERVAL_STEPS = 100, 100
@@ -151,7 +153,7 @@ class Clock:
         # Median seconds of an iteration in the newest interval with nothing frozen; 0 if unknown.
         self.iteration_s = 0.0
         self._losses: list[Loss] = []
-        self._held: list[Loss] = []
+        self._held = deque[Loss](maxlen=MOST_HELD)  # of the micro-batches since the last step
         self.controller_cpu_s = 0.0  # spent by a controller process
         self.overhead = self._entered = Seconds()  # so far; and when this `run.step` began
         self._left: Seconds | None = None  # when the newest call of `run.step` returned
@@ -170,6 +172,11 @@ class Clock:
         if self.total_steps is None or self.iteration_s <= 0:
             return None
         return self.iteration_s * max(0, self.total_steps - self.step)
+
+    @property
+    def num_held(self) -> int:
+        """Micro-batches since the last step."""
+        return len(self._held)
 
     def hold(self, loss: Loss) -> None:
         """Keep the loss of a micro-batch for the step that it belongs to."""
@@ -239,29 +246,35 @@ class Clock:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _SAVED}
-        return {**state, "losses": to_floats(self._losses), "held": to_floats(self._held)}
+        held = to_floats(list(self._held))
+        return {**state, "losses": to_floats(self._losses), "held": held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         for name in _SAVED:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self._losses = [float(loss) for loss in state["losses"]]
-        self._held = [float(loss) for loss in state["held"]]
+        self._held = deque(map(float, state["held"]), maxlen=MOST_HELD)
 
 
-def read_loss(loss: Any) -> Loss:
+def read_loss(loss: Any, what: str = "run.step takes a loss") -> Loss:
     """Return a loss as a number or a 0-d tensor on its device; ConfigError if it is neither."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if type(loss) is Tensor and loss.is_cpu:
             return float(loss.detach())
         # In single precision: not every device has doubles, and micro-batches are summed up.
         return loss.detach().reshape(()).to(torch.float32, copy=True)
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-    with suppress(TypeError):
-        if not isinstance(loss, (Tensor, str)):
+    found, next_step = type(loss).__name__, "Reduce it, as by loss.mean()"
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(loss, (Tensor, str, bytes)):
             return float(loss)
-    what = "run.step takes a loss as a number or a 0-d tensor"
-    raise ConfigError(f"{what}, found {found}. Reduce it, as by loss.mean().")
+    if isinstance(loss, Tensor):
+        found = f"a tensor of shape {tuple(loss.shape)}"
+    elif hasattr(loss, "loss"):
+        next_step = "Pass its `loss`"
+    elif isinstance(loss, (str, type(None))):
+        found = repr(loss)[:100]
+    raise ConfigError(f"{what} as a number or a 0-d tensor, found {found}. {next_step}.")
 
 
 def to_floats(losses: Sequence[Loss]) -> list[float]:

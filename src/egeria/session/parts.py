@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from egeria import policy as policies
 from egeria.cache import Cache, ShardSampler
 from egeria.distributed import fsdp2
-from egeria.distributed.ranks import exchange, world_size
-from egeria.errors import ConfigError
+from egeria.distributed.ranks import world_size
+from egeria.errors import ConfigError, StateError
 from egeria.events import PlanMade, RunStarted
 from egeria.model.cut import Cut
 from egeria.moves import resolve
@@ -73,24 +73,45 @@ class Parts:
         steps, epoch = max(0.0, end - clock.step), self.epoch_steps
         cache.follow(frozen, steps / epoch if epoch and steps < math.inf else None)
 
-    def prepare(self, clock: Clock, status: policies.Status, saved: Any = None) -> None:
-        """Prepare the next evaluation of plasticity, if the policy wants one or `saved` has one."""
+    def prepare(self, clock: Clock, status: policies.Status) -> None:
+        """Prepare the next evaluation of plasticity, if the policy wants one."""
         wanted = self.policy.wants.plasticity_of
         is_coming = wanted is not None or status.stage == policies.BOOTSTRAPPING
-        if self.evaluation is None and (is_coming or saved is not None):
-            from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
-
-            self.evaluation = make_evaluation(self.training, self.cut, clock)
-            if saved is not None:
-                self.evaluation.load_state_dict(saved)
+        if self.evaluation is None and is_coming:
+            self.evaluation = self._make_evaluation(clock)
         if self.evaluation is not None:
             self.evaluation.prepare(wanted)
+
+    def _make_evaluation(self, clock: Clock) -> "Evaluation":
+        from egeria.session.evaluation import make_evaluation  # noqa: PLC0415  (off is absent)
+
+        return make_evaluation(self.training, self.cut, clock)
+
+    def load_state_dict(self, state: Mapping[str, Any], clock: Clock) -> None:
+        """Check the depth of a saved state, and go on with its readings of plasticity.
+
+        The model is not changed. Raises StateError, and FreezingEndedError where plasticity cannot
+        be evaluated any more.
+        """
+        if state["frozen"] > self.applier.deepest:
+            raise StateError(
+                f"A run's state fits its own model and optimizers, found {state['frozen']} frozen "
+                f"layer modules where at most {self.applier.deepest} may be. Attach those it had."
+            )
+        if state["evaluator"] is not None:
+            evaluation = self._make_evaluation(clock)
+            try:
+                evaluation.load_state_dict(state["evaluator"])
+            except Exception:
+                evaluation.close(for_good=False)
+                raise
+            self.evaluation = evaluation
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         return {
             "cut": asdict(self.cut),
-            "parameters": list(self.training.named()),
+            "parameters": {name: list(e.shape) for name, e in self.training.named().items()},
             "cut_by": asdict(self.training.config.modules),
             "policy": self.policy.state_dict(),
             "plan_reason": self.plan.reason if self.plan else "",
@@ -179,9 +200,8 @@ def environment(training: Training) -> dict[str, Any]:
 
 
 def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cache | None:
-    """Return what skips the frozen forward pass, or None; all ranks call this together."""
+    """Return what skips the frozen forward pass, or None."""
     config, policy_name = training.config.cache, training.config.policy.name
-    directory = exchange(training.recorder.directory)[0]  # only the first process knows it
     # Only a plan says for how long a front stays frozen.
     is_unasked = config.enabled == "auto" and policy_name == "egeria"
     if config.enabled is False or policy_name == "none" or is_unasked:
@@ -193,7 +213,7 @@ def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cac
         settings=config,
         recorder=training.recorder,
         spend=spend,
-        directory=directory,
+        directory=training.directory,
         loader=training.loader,
         num_batches=length_of(training.loader),
         num_local=int(told) if told.isdecimal() and int(told) > 0 else world_size(),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from egeria import tree
 from egeria.distributed import ddp
 from egeria.distributed.ranks import LostError, RankError, together, world_size
 from egeria.errors import ConfigError, UnsupportedModelError
@@ -24,6 +25,7 @@ from egeria.model.cut import Cut, LayerModule
 from egeria.model.passes import finish
 from egeria.policy import Interval, Plan, Reading, Status, first_stage
 from egeria.random_state import accelerators_of
+from egeria.session.checks import STATE_SCHEMA
 from egeria.session.clock import CHECKED_CALLS, NO_STEP, NO_STEPS, Clock, Seconds, Steps
 from egeria.session.parts import Parts, make_cache, make_parts, run_started
 from egeria.session.training import FirstStep, FreezingEndedError, Training
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
 
 T = TypeVar("T")
-STATE_SCHEMA = 4
 
 
 class Session:
@@ -55,6 +56,7 @@ class Session:
         self.status = Status(stage=first_stage(training.config.policy.name))
         self._has_started = self._has_ended = self._is_lost = False
         self._meets = False  # whether the ranks of a job exchange values at each decision
+        self._call = "run.step"  # of the user, in which ranks meet
         self._asked_at = -1  # the step of the newest decision; -1 before the first one
         self._due: float = self.clock.ends
         self._measured_depth: int | None = None
@@ -78,8 +80,7 @@ class Session:
         """Take the loss of a batch; return whether a decision was due."""
         if not self.steps.take():
             self.clock.hold(loss)
-            is_late = self.steps.num_calls == CHECKED_CALLS and not any(self.steps.num_steps)
-            if is_late and self._first is not None:
+            if self.clock.num_held == CHECKED_CALLS and not self._has_ended:
                 self.recorder.decline("counting calls of run.step", NO_STEPS)
             return False
         self.clock.enter(loss)
@@ -91,6 +92,14 @@ class Session:
                 finish(self.training.model)  # a pass of ours that was interrupted
         self.clock.leave()
         return is_due
+
+    def meet_to_close(self) -> None:
+        """Wait for the other ranks, if the training goes on: none may thaw alone."""
+        is_over = self.clock.total_steps is not None and self.clock.step >= self.clock.total_steps
+        if self._meets and self.frozen and not is_over:
+            self._call = "run.close"
+            with self._guard("closing the run"):
+                pass  # the ranks compare what is frozen
 
     def close(self) -> None:
         """Leave the model, the optimizers and the loader as they were found; can be repeated."""
@@ -283,7 +292,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides, as plain data and tensors."""
         engine = {**self.parts.state_dict(), "asked": self._asked_at} if self.parts else None
-        return {
+        state = {
             "schema": STATE_SCHEMA,
             "clock": self.clock.state_dict(),
             "steps": {"has_stepped": self.steps.has_stepped},
@@ -292,21 +301,31 @@ class Session:
             "has_ended": self._has_ended and self._has_started,
             "engine": engine,
         }
+        return {**state, "checksum": tree.checksum(state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; StateError, with nothing changed, if it is of another run."""
         engine, status = state["engine"], Status(**state["status"])
-        Clock(None).load_state_dict(state["clock"])  # raises before anything has changed
         cut = Cut.from_dict(engine["cut"]) if engine else None
         self.training.check_state(state, cut)
         epoch_steps = engine["epoch_steps"] if engine else None
         if cut is None and self.parts is not None:  # back to before its first step
             cut, epoch_steps = self.parts.cut, self.parts.epoch_steps
-        if state["has_ended"] and not self._has_ended:
-            self._end("freezing had ended before the state was saved")
-        elif cut is not None and not self._has_ended:
+        end = "freezing had ended before the state was saved" if state["has_ended"] else ""
+        parts = None
+        if cut is not None and not (end or self._has_ended):
             wrapper = ddp.find_wrapper(self.training.given)
-            self._install(make_parts(self.training, cut, wrapper, epoch_steps, engine))
+            parts = make_parts(self.training, cut, wrapper, epoch_steps, engine)
+            try:
+                if engine is not None:
+                    parts.load_state_dict(engine, self.clock)
+            except FreezingEndedError as error:
+                end = str(error)
+        # From here on things change.
+        if end and not self._has_ended:
+            self._end(end)
+        elif parts is not None:
+            self._install(parts)
             self._asked_at = engine["asked"] if engine else -1
         self.clock.load_state_dict(state["clock"])
         self.steps.has_stepped = bool(state["steps"]["has_stepped"])
@@ -322,7 +341,7 @@ class Session:
             self._first = None
         if engine is not None:
             parts.applier.restore(engine["frozen"], detaches=engine["detaches"])
-            parts.prepare(self.clock, self.status, engine["evaluator"])
+            parts.prepare(self.clock, self.status)
             if self._cache is not None:
                 parts.move_cache(self._cache, self.clock, self.status.window)
         if self._asked_at < 0 or parts.policy.wants.next_step(self._asked_at) <= self.clock.step:
@@ -332,7 +351,7 @@ class Session:
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Return the result of `work` on all ranks; of this one where ranks do not meet."""
-        return together(work) if self._meets else [work()]
+        return together(work, self._call) if self._meets else [work()]
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Training:
     recorder: Recorder
     compilation: Compilation | None = None  # None if nothing is compiled
     is_pretrained: bool = False  # whether most weights come from an earlier training
+    directory: Path | None = None  # of the first rank's journal
 
     @property
     def policy_name(self) -> str:
@@ -87,14 +89,20 @@ class Training:
             )
         if cut is None:
             return
-        missing = {name for module in cut.modules for name in module.parameters} - own.keys()
-        trained = {name for name, entry in own.items() if entry.requires_grad}
-        if odd := missing or trained.difference(state["engine"]["parameters"]):
-            has = "has" if missing else "does not have"
-            raise StateError(
-                f"A run's state fits its own model, found that of another model, which {has} "
-                f"{', '.join(sorted(odd)[:3])}. Attach the model it was saved from."
-            )
+        saved, trained = state["engine"]["parameters"], {n for n in own if own[n].requires_grad}
+        differences = {
+            "has": {name for module in cut.modules for name in module.parameters} - own.keys(),
+            "does not have": trained.difference(saved),
+            "has in another shape": {
+                n for n in own if saved.get(n, list(own[n].shape)) != list(own[n].shape)
+            },
+        }
+        for has, names in differences.items():
+            if names:
+                raise StateError(
+                    f"A run's state fits its own model, found that of another model, which {has} "
+                    f"{', '.join(sorted(names)[:3])}. Attach the model it was saved from."
+                )
         cut_by, settings = state["engine"]["cut_by"], asdict(self.config.modules)
         if cut_by != settings:
             raise StateError(
