@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import egeria
+from egeria.distributed import ranks
 from egeria.policy import Depth, Wants
 from ranks import run_ranks
 from test_distributed import encoder, shard
@@ -138,7 +139,7 @@ class Training:
             if self.run is not None:
                 self.quietly(self.run.step, loss)
                 found.append(self.run.frozen)
-            elif step and depths[step] != depths[step - 1]:
+            elif depths and step and depths[step] != depths[step - 1]:
                 self.freeze_to(modules, depths[step])
         return found, reduces_what_trains
 
@@ -357,6 +358,44 @@ def test_nothing_freezes_or_thaws_from_where_ranks_cannot_meet_any_more(num_befo
         assert set(depths[:num_before]) == {2, depth} and set(depths[num_before:]) == {depth}
         assert (left, hooks) == ([], 0)
     assert "freezing and thawing any further" in first[2] and "`join()`" in first[2]
+
+
+def called_alone(call, place):
+    """Make a call on one rank alone, then go on as if nothing were; return what was said, and how the model is."""
+    ranks.TIMEOUT_S, told = 3, ""
+    training = Training("before", attached=call != "attach")
+    options = {"plan": PLAN, "total_steps": STEPS, "directory": tempfile.mkdtemp()}
+    calls = {
+        "attach": lambda: egeria.attach(training.model, training.optimizer, **options),
+        "load_state_dict": lambda: training.run.load_state_dict(training.run.state_dict()),
+        "close": lambda: training.run.close(),
+        "step": lambda: None,
+    }
+    depths, _ = training.train(0, 5)
+    if _rank() == place:
+        try:
+            calls[call]()
+        except egeria.EgeriaError as error:
+            told = str(error)
+    if call == "step" and _rank() != place:
+        training.run, run = None, training.run  # calls of run.step that are missing
+        training.train(5, STEPS)
+        training.run = run
+    else:
+        depths += training.train(5, STEPS)[0]
+    ranks.TIMEOUT_S = 600
+    weights = {name: entry.clone() for name, entry in training.model.state_dict().items() if "running" not in name}
+    return told, " ".join(training.told), weights, depths, training.run and training.run.frozen
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("call", ["attach", "load_state_dict", "close", "step"])
+def test_what_is_called_on_one_rank_alone_names_the_others_and_leaves_replicas_alike(call, place):
+    found = run_ranks(called_alone, call, place)
+    raised, said, weights, *_ = found[place]
+    assert f"rank {1 - place} did not come to {'attach' if call == 'attach' else f'run.{call}'}" in raised + said
+    assert is_equal(weights, found[1 - place][2])
+    assert found[0][4] == found[1][4], "what is frozen on one rank is frozen on the other"
 
 
 # --- fully_shard ----------------------------------------------------------------------------------

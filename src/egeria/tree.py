@@ -6,7 +6,6 @@ A *tree* is a tensor, a container of trees, or any other value, which stays as i
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -127,16 +126,24 @@ def take_rows(tree: Tree, count: int) -> Tree:
     return map_tensors(lambda tensor: tensor[:count], tree) if is_cut else tree
 
 
-def checksum(value: Any) -> int:
-    """Return a number that differs where `contents` do, whatever the order of keys."""
-    total = 0
-    for path, entry in sorted(contents(value), key=itemgetter(0)):
-        what = repr((entry.dtype, entry.shape) if isinstance(entry, Tensor) else entry)
-        total = zlib.crc32(f"{path} {what}".encode(errors="backslashreplace"), total)
-        if isinstance(entry, Tensor) and entry.layout is torch.strided:
-            held = own_part(entry).cpu().contiguous().flatten().view(torch.uint8)
-            total = zlib.crc32(held.numpy().data, total)
-    return total
+def checksum(tree: Tree, total: int = 0) -> int:
+    """Return a number that tells trees apart, whatever the order of their keys.
+
+    Of values that are not plain only the type counts.
+    """
+    if isinstance(tree, Tensor) and tree.layout is torch.strided:
+        total = checksum((tree.dtype, *tree.shape), total)
+        held = own_part(tree).cpu().contiguous().flatten().view(torch.uint8)
+        return zlib.crc32(held.numpy().data, total)
+    if isinstance(tree, Mapping):
+        tree = [(key, tree[key]) for key in sorted(tree, key=repr)]
+    if isinstance(tree, (list, tuple)):
+        total = zlib.crc32(b"%d entries" % len(tree), total)
+        for entry in tree:
+            total = checksum(entry, total)
+        return total
+    what = repr(tree) if is_plain(tree) else type(tree).__qualname__
+    return zlib.crc32(what.encode(errors="backslashreplace"), total)
 
 
 def is_plain(value: Any) -> bool:

@@ -365,7 +365,11 @@ class Session:
             self._is_lost, self._meets = True, False
             if self.parts is not None and self.parts.evaluation is not None:
                 self.parts.evaluation.disarm()
-            self.recorder.decline("freezing and thawing any further", str(error))
+            what = "freezing and thawing any further"
+            self.recorder.decline(what, str(error))
+            self.recorder.warn(what, f"egeria: {what}: {error}.")  # on this rank, whichever it is
+            if self._call == "run.close":
+                raise
         except RankError as error:
             self._end(str(error))
         except Exception as error:
