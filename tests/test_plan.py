@@ -112,11 +112,13 @@ def test_the_share_that_it_skips_is_that_of_the_backward_passes():
 
 
 def test_with_adam_the_last_module_begins_alone_and_without_it_the_front_freezes_late():
-    facts = {"pretrained": True, "total_steps": 1000, "convolutional": False}
+    facts = {"pretrained": True, "total_steps": 1000, "convolutional": False, "adapted": False}
     adam, sgd = (draw_up(MODULES, **facts, adaptive=adaptive) for adaptive in (True, False))
     assert draw_up(MODULES, **{**facts, "convolutional": True}, adaptive=True) == sgd
     assert str(adam) == "0:3 0.25:0 0.8:1 0.9:2" and "trains alone up to 25% of the steps" in adam.reason
     assert str(sgd) == "0.8666:1 0.9333:2" and "pretrained: everything trains up to 80%" in sgd.reason
+    adapted = draw_up(MODULES, **{**facts, "adapted": True}, adaptive=True)
+    assert str(adapted) == "0.8:1 0.9:2" and "everything trains up to 70%" in adapted.reason
     assert (adam.modules, adam.total_steps) == (MODULES, 1000)
     assert [adam.share_at(depth) for depth in range(4)] == pytest.approx([0.55, 0.1, 0.1, 0.25])
     assert [str(draw_up(MODULES[:n], **facts, adaptive=True)) for n in (0, 1, 2)] == ["", "", "0:1 0.25:0"]
@@ -130,8 +132,16 @@ def test_convolutions_tell_a_convolutional_network_also_without_batch_normalisat
     assert "everything trains up to 80%" in made.reason
 
 
+def test_little_that_trains_among_many_weights_is_taken_for_adapters():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4)))
+    for name, entry in net.named_parameters():
+        entry.requires_grad_(name.endswith("0.bias"))
+    made = egeria.plan(net, torch.optim.AdamW(net.parameters()), total_steps=9, config={"policy": {"pretrained": True}})
+    assert "everything trains up to 70%" in made.reason
+
+
 def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
-    facts = {"adaptive": True, "convolutional": False}
+    facts = {"adaptive": True, "convolutional": False, "adapted": False}
     scratch = draw_up(MODULES, 1000, pretrained=False, **facts)
     unknown = draw_up(MODULES, None, pretrained=True, **facts)
     assert not scratch.moves and "from scratch; policy='egeria'" in scratch.reason
@@ -140,7 +150,7 @@ def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
 
 def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
     settings, names = Config.from_dict({"policy": {"name": name, **policy}}).policy, ("",) * modules
-    facts = {"pretrained": settings.pretrained is True, "adaptive": False, "convolutional": False}
+    facts = {"pretrained": settings.pretrained is True, "adaptive": False, "convolutional": False, "adapted": False}
     found = find_plan(settings, names, total_steps, **facts)
     config = Config(policy=replace(settings, plan=found and str(found)))
     return find_maker(config)(

@@ -16,8 +16,8 @@ from egeria.policy.base import Depth, Interval, Wants
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
 JUDGED_STEPS = 8  # the mean loss of fewer steps says little
 ALONE = 0.25  # share of the steps in which the last layer module trains alone
-LATE_START = 0.7  # share of the steps after which modules freeze evenly, if there is such a phase
-LATER_START = 0.8  # the same without one: with SGD, a start at half of the steps cost 3.3 points
+LATE_START = 0.7  # share of the steps after which modules freeze evenly
+LATER_START = 0.8  # the same with SGD and of convolutions: a start at half cost 3.3 points
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +105,7 @@ def draw_up(
     pretrained: bool,
     adaptive: bool,
     convolutional: bool,
+    adapted: bool,
 ) -> Plan:
     """Return the plan of a training; that of a model trained from scratch freezes nothing.
 
@@ -116,19 +117,23 @@ def draw_up(
             are as long as gradients, and a head that fits leaves the body small ones (record 0048).
         convolutional: whether most weights are convolutions', or there is batch normalisation.
             Such networks lost accuracy when the last layer module trained alone (record 0049).
+        adapted: whether adapters train in place of the weights, as with LoRA: they begin anew in
+            every layer (record 0052).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
         reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
     elif total_steps is None:
         reason = "total_steps is not known; pass it to attach"
-    elif adaptive and not convolutional and len(modules) > 1:
-        alone = (Move(0.0, len(modules) - 1), Move(ALONE, 0))
-        moves = (*alone, *even_moves(len(modules), LATE_START))
-        reason = f"pretrained: the last layer module trains alone up to {ALONE:.0%} of the steps"
     else:
-        moves = even_moves(len(modules), LATER_START)
-        reason = f"pretrained: everything trains up to {LATER_START:.0%} of the steps"
+        start = LATE_START if adaptive and not convolutional else LATER_START
+        moves = even_moves(len(modules), start)
+        reason = f"pretrained: everything trains up to {start:.0%} of the steps"
+        if start == LATE_START and not adapted and len(modules) > 1:
+            moves = (Move(0.0, len(modules) - 1), Move(ALONE, 0), *moves)
+            reason = (
+                f"pretrained: the last layer module trains alone up to {ALONE:.0%} of the steps"
+            )
     return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
 

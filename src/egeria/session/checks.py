@@ -173,7 +173,7 @@ def check_plan(
         settings = replace(settings, plan=resolve(settings.plan, names, length_of(loader)))
     if not has_epochs:  # their length is known at the first step
         # With three layer modules, the fewest of which a plan freezes one.
-        facts = {"pretrained": True, "adaptive": False, "convolutional": True}
+        facts = {"pretrained": True, "adaptive": False, "convolutional": True, "adapted": False}
         find_plan(settings, ("",) * 3, total_steps, **facts)
 
 

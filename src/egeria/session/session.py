@@ -100,6 +100,11 @@ class Session:
             self._call = "run.close"
             with self._guard("closing the run"):
                 pass  # the ranks compare what is frozen
+            if self._is_lost:
+                raise LostError(
+                    "run.close came on some ranks only, and none may thaw alone. Call it on all "
+                    "ranks, or once more to thaw this one."
+                )
 
     def close(self) -> None:
         """Leave the model, the optimizers and the loader as they were found; can be repeated."""
@@ -368,8 +373,6 @@ class Session:
             what = "freezing and thawing any further"
             self.recorder.decline(what, str(error))
             self.recorder.warn(what, f"egeria: {what}: {error}.")  # on this rank, whichever it is
-            if self._call == "run.close":
-                raise
         except RankError as error:
             self._end(str(error))
         except Exception as error:

@@ -23,15 +23,23 @@ from egeria.policy import UnfreezeRule
 from egeria.session.checks import IN_BACKWARD, length_of, reason_to_decline
 from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
+# What trains is taken for adapters below this share of the weights.
+ADAPTED_SHARE = 0.1
+
 
 def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return what `draw_up` takes beside modules: `adaptive`, as Adam is, and `convolutional`."""
+    """Return what `draw_up` takes beside modules: `adaptive`, `convolutional` and `adapted`."""
     adaptive = all("betas" in group for optimizer in optimizers for group in optimizer.param_groups)
     parts, total = list(model.modules()), sum(entry.numel() for entry in model.parameters())
     convolutions = nn.ModuleList(p for p in parts if isinstance(p, nn.modules.conv._ConvNd))
     kernels = sum(e.numel() for e in convolutions.parameters())  # `.weight` may be computed anew
     has_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
-    return {"adaptive": adaptive, "convolutional": has_norm or 2 * kernels > total}
+    trained = sum(entry.numel() for entry in model.parameters() if entry.requires_grad)
+    return {
+        "adaptive": adaptive,
+        "convolutional": has_norm or 2 * kernels > total,
+        "adapted": ADAPTED_SHARE * total > trained,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
