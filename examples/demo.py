@@ -181,10 +181,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
     parser.add_argument("--epochs", type=int, default=14, help="epochs of a run (default 14)")
-    parser.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="for journals and reports")
+    new = Path(time.strftime("egeria_runs/demo-%Y%m%d-%H%M%S"))
+    parser.add_argument("--directory", type=Path, default=new, help="for journals and reports (default: a new one)")
     options = parser.parse_args()
     if options.seeds < 1 or options.epochs < FEWEST_EPOCHS:
         parser.error(f"at least 1 seed and {FEWEST_EPOCHS} epochs are needed")
+    if any(options.directory.glob("seed*/journal.jsonl")):
+        parser.error(f"{options.directory} holds an earlier demo. Give another directory, or remove it")
     first, second = load_digits()
     print("pretraining on the digits 0 to 4 ...", flush=True)
     pretrained = pretrain(first)
@@ -192,8 +195,6 @@ def main() -> None:
     plain, with_egeria = [], []
     for seed in range(options.seeds):
         directory = options.directory / f"seed{seed}"
-        for name in ("journal.jsonl", "report.html"):  # of an earlier demo: a journal is only appended to
-            (directory / name).unlink(missing_ok=True)
         for outcomes, place in ((plain, None), (with_egeria, directory)):
             outcomes.append(fine_tune(pretrained, second, seed=seed, epochs=options.epochs, directory=place))
             kind, found = "plain" if place is None else "egeria", outcomes[-1]

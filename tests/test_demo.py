@@ -31,9 +31,6 @@ def few_digits(monkeypatch):
 
 
 def test_the_demo_compares_plain_training_with_egeria(few_digits, monkeypatch, capsys, tmp_path):
-    stale = tmp_path / "out" / "seed0" / "journal.jsonl"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("of an earlier demo\n", encoding="utf-8")
     run_demo(monkeypatch, "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
     output = capsys.readouterr().out
     runs = [line.split() for line in output.splitlines() if line.startswith("  seed 0")]
@@ -44,3 +41,6 @@ def test_the_demo_compares_plain_training_with_egeria(few_digits, monkeypatch, c
     assert journal.num_damaged == 0
     assert [event.step for event in journal.of(events.MetricLogged)] == [4, 6, 8]
     assert (tmp_path / "out" / "seed0" / "report.html").is_file()
+    with pytest.raises(SystemExit):  # an earlier demo is not deleted
+        run_demo(monkeypatch, "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
+    assert "holds an earlier demo" in capsys.readouterr().err

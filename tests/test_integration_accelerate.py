@@ -19,7 +19,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
 
-from egeria import read_journal  # noqa: E402
+from egeria import EgeriaWarning, read_journal  # noqa: E402
 from egeria.events import (  # noqa: E402
     CacheUsed,
     Declined,
@@ -125,6 +125,18 @@ def test_watching_is_the_loop_alone_bit_for_bit(options):
     loop.run.close()
     [closed] = read_journal("run").of(RunClosed)
     assert closed.step == loop.num_updates == loop.steps
+
+
+@pytest.mark.parametrize("entry", [None, {}, {"schema": 5}, [5]], ids=str)
+def test_from_a_damaged_entry_of_a_checkpoint_training_goes_on_and_freezing_begins_anew(entry, tmp_path):
+    loop = Loop({"config": WATCH, "plan": "0.1:1", "policy": "plan"}).epochs(1)
+    loop.accelerator.save_state(tmp_path)
+    torch.save(entry, tmp_path / "custom_checkpoint_0.pkl")
+    with pytest.warns(EgeriaWarning, match="begins anew: "):
+        loop.accelerator.load_state(tmp_path)
+    loop.epochs()
+    assert loop.run.frozen == 1
+    loop.run.close()
 
 
 def test_the_loss_of_a_step_is_the_mean_of_its_batches():

@@ -157,6 +157,24 @@ def test_a_checkpoint_of_a_training_without_egeria_is_gone_on_from(tmp_path):
     assert freezes(tmp_path / "run") == [(3, 1), (6, 2)]
 
 
+DAMAGED = {"a list": [5], "no run": {"first_step": 0}, "no state": {"run": [], "first_step": 0}, "a far step": 10**9}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_from_a_damaged_entry_of_a_checkpoint_training_goes_on_and_freezing_begins_anew(damage, tmp_path):
+    stopped = Stops(10, tmp_path / "last.ckpt")
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), stopped)
+    saved = torch.load(stopped.path, weights_only=True)
+    [(name, entry)] = [(key, value) for key, value in saved["callbacks"].items() if "Egeria" in key]
+    saved["callbacks"][name] = {"run": {}, "first_step": 10**9} if damage == "a far step" else DAMAGED[damage]
+    assert entry["first_step"] == 0
+    torch.save(saved, stopped.path)
+    with pytest.warns(EgeriaWarning, match="begins anew: ") as said:
+        trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run"), ckpt_path=stopped.path)
+    assert trainer.global_step == 20 and freezes(tmp_path / "run") == [(3, 1), (6, 2)]
+    assert len([entry for entry in said if "begins anew" in str(entry.message)]) == 1
+
+
 class Parts(Classifier):
     """Two parts that `training_step` calls one by one."""
 

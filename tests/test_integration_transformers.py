@@ -230,7 +230,17 @@ def test_a_resumed_training_equals_an_uninterrupted_one(config, tmp_path):
     assert not (tmp_path / "egeria-2").exists()
 
 
-@pytest.mark.parametrize("damage", [None, b"not a state", "linear"], ids=["missing", "text", "other policy"])
+DAMAGED = {
+    "missing": None,
+    "text": b"not a state",
+    "other policy": "linear",
+    "no dictionary": [5],
+    "no run": {},
+    "no state": 5,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_without_a_state_that_fits_a_resumed_training_begins_anew_with_a_warning(damage, tmp_path):
     train_watched(tmp_path, FREEZE, save_strategy="steps", save_steps=5)
     path = tmp_path / "checkpoint-5" / STATE_FILE
@@ -239,13 +249,16 @@ def test_without_a_state_that_fits_a_resumed_training_begins_anew_with_a_warning
         path.unlink()
     elif isinstance(damage, bytes):
         path.write_bytes(damage)
+    elif isinstance(damage, list | dict):
+        torch.save(damage, path)
     else:
-        saved["run"]["policy_name"] = damage
-        torch.save(saved, path)
+        saved["run"] = {**saved["run"], "policy_name": damage} if isinstance(damage, str) else damage
+        torch.save({**saved, "journal": "../../elsewhere"}, path)
     with pytest.warns(EgeriaWarning, match=r"egeria: resuming: .*it begins anew from here\. Training continues\.$"):
         trained, frozen = resumed(tmp_path, EgeriaCallback(FREEZE), step=5)
     assert trained.state.global_step == 16 and frozen[16] == 2
     assert egeria.read_journal(tmp_path / "egeria-2").of(RunStarted)[0].total_steps == 11
+    assert not (tmp_path.parent.parent / "elsewhere").exists()
 
 
 def test_a_fault_of_ours_does_not_stop_the_trainer(tmp_path, monkeypatch):
