@@ -1,15 +1,11 @@
-"""Disks that are full, files that are damaged, killed processes, and rows that are read ahead."""
+"""Disks that are full, files that are damaged, and killed processes."""
 
 import os
 import resource
-from itertools import islice
 
 import pytest
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from cached import (
-    BATCH,
     EPOCH,
     FILE,
     MEMORY,
@@ -104,59 +100,3 @@ def test_the_file_is_in_the_directory_that_was_named_and_has_no_name(tmp_path):
     assert [*(tmp_path / "fast").iterdir()] == []
     assert_served(training.finish())
     assert files_in(tmp_path / "fast") == []
-
-
-# Reading ahead
-
-
-def drawn_first(dataset):
-    """Return a loader whose sampler draws with the global random numbers, when an epoch begins."""
-    return DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=1)
-
-
-def drawn_one_by_one(dataset):
-    sampler = WeightedRandomSampler(torch.ones(len(dataset)), len(dataset))
-    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, BATCH, drop_last=False), num_workers=1)
-
-
-def drawn_at_the_end(dataset):
-    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
-    return DataLoader(dataset, batch_size=BATCH, sampler=sampler, num_workers=1)
-
-
-class Ahead:
-    """Notes how many rows the system was asked to read."""
-
-    def __init__(self, monkeypatch):
-        self.rows, self._advise = 0, os.posix_fadvise
-        monkeypatch.setattr(os, "posix_fadvise", self)
-
-    def __call__(self, *arguments):
-        self.rows += 1
-        return self._advise(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("loader", "is_ahead"),
-    [(drawn_first, True), (drawn_one_by_one, False), (drawn_at_the_end, False)],
-)
-@pytest.mark.parametrize("ends_early", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_order_of_batches_stays_also_where_an_epoch_is_left_early(
-    loader, is_ahead, ends_early, tmp_path, monkeypatch
-):
-    def loop(training):
-        with training.noting():
-            for epoch in range(5):
-                for batch in islice(training.loader, 6 + epoch % 2 if ends_early else None):
-                    training.step(*batch)
-
-    ahead = Ahead(monkeypatch)
-    trained = compared(tmp_path, FILE, loop, loader=loader)
-    assert trained.hits > 40 and trained.warnings == []
-    assert (ahead.rows > 1.5 * trained.hits) == is_ahead, (ahead.rows, trained.hits)
-
-
-def test_where_the_loop_changes_batches_nothing_is_read_ahead_and_it_says_so(tmp_path):
-    trained = compared(tmp_path, FILE, loader=drawn_first, call=lambda model, x: model(2 * x), plan="0.02:2")
-    assert trained.hits > 250 and len(trained.warnings) == 1
-    assert "reading rows ahead: the model is not called with what the loader gives" in trained.warnings[0]

@@ -132,7 +132,7 @@ def test_from_a_damaged_entry_of_a_checkpoint_training_goes_on_and_freezing_begi
     loop = Loop({"config": WATCH, "plan": "0.1:1", "policy": "plan"}).epochs(1)
     loop.accelerator.save_state(tmp_path)
     torch.save(entry, tmp_path / "custom_checkpoint_0.pkl")
-    with pytest.warns(EgeriaWarning, match="begins anew: "):
+    with pytest.warns(EgeriaWarning, match="it begins anew"):
         loop.accelerator.load_state(tmp_path)
     loop.epochs()
     assert loop.run.frozen == 1

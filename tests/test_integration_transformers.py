@@ -254,7 +254,7 @@ def test_without_a_state_that_fits_a_resumed_training_begins_anew_with_a_warning
     else:
         saved["run"] = {**saved["run"], "policy_name": damage} if isinstance(damage, str) else damage
         torch.save({**saved, "journal": "../../elsewhere"}, path)
-    with pytest.warns(EgeriaWarning, match=r"egeria: resuming: .*it begins anew from here\. Training continues\.$"):
+    with pytest.warns(EgeriaWarning, match="it begins anew"):
         trained, frozen = resumed(tmp_path, EgeriaCallback(FREEZE), step=5)
     assert trained.state.global_step == 16 and frozen[16] == 2
     assert egeria.read_journal(tmp_path / "egeria-2").of(RunStarted)[0].total_steps == 11

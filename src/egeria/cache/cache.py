@@ -15,7 +15,6 @@ from torch import nn
 
 from egeria.cache.boundary import Boundary
 from egeria.cache.generation import Generation
-from egeria.cache.loader import LookAhead, can_look_ahead
 from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
@@ -40,11 +39,9 @@ class Cache:
     recorder: Recorder
     spend: Callable[[float, float], None]  # counts overhead: seconds of wall clock and of CPU
     directory: Path | None  # where a file may go; None where nothing is written
-    loader: Any  # of the user; None if it was not given
     num_batches: int | None  # of an epoch; None if unknown
     num_local: int  # ranks on this host, which share its memory
     _generation: Generation | None = None
-    _ahead: LookAhead | None = None
     _number: int = 0  # of the generation
     _is_own_pass: bool = False
 
@@ -75,12 +72,9 @@ class Cache:
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self.model)
         attributes["forward"] = CachedForward(self, self.model, attributes.get("forward"))
-        if isinstance(store, FileStore) and can_look_ahead(self.loader):
-            expect, decline = self._generation.expect, self.recorder.decline
-            self._ahead = LookAhead(self.loader, expect, decline)
 
     def close(self) -> None:
-        """Leave the model and the loader as they were found; can be called again."""
+        """Leave the model as it was found; can be called again."""
         generation, self._generation = self._generation, None
         attributes = vars(self.model)
         found = attributes.get("forward")
@@ -88,9 +82,6 @@ class Cache:
             attributes.pop("forward")
             if found.own_forward is not None:
                 attributes["forward"] = found.own_forward
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
         if generation is not None:
             generation.close(self._number)
 
@@ -111,8 +102,6 @@ class Cache:
             return call()
         with self._guard(generation):
             found = generation.look_up(Batch.of_call(args, kwargs, generation.boundary.device.type))
-            if self._ahead is not None and found is not None and found.value is not None:
-                self._ahead.learn(found.batch)
         if found is None or self._generation is not generation:
             return call()
         return generation.make_pass(call, found)

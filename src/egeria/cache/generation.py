@@ -120,11 +120,6 @@ class Generation:
             found.value = self._find_value(found, kind)
         return found
 
-    def expect(self, batch: Batch) -> None:
-        """Prepare to serve a batch soon, if reading it takes time."""
-        if isinstance(self.store, FileStore):
-            self.store.expect(self._keys(batch)[0] or [])
-
     def make_pass(self, call: Call, found: Found) -> Any:
         """Make a pass without the front if what crosses was found, else as it is."""
         is_served = found.value is not None

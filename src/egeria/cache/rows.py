@@ -216,14 +216,11 @@ class FileStore:
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
         """Return rows; None for one that is missing or damaged."""
-        self.expect(keys)
-        return [self._read(key) for key in keys]
-
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """Tell the system that these rows will be read soon."""
+        # The system reads all of them at once, while the first ones are copied.
         for offset, shape, dtype, _ in [self._places[key] for key in keys if key in self._places]:
             size_bytes = math.prod(shape) * dtype.itemsize
             os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_WILLNEED)
+        return [self._read(key) for key in keys]
 
     def close(self) -> None:
         """Free the file."""

@@ -1,6 +1,5 @@
 """Hugging Face Accelerate: `attach`, called after `accelerator.prepare`."""
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -8,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from egeria import session
-from egeria.errors import ConfigError, StateError
+from egeria.errors import ConfigError
 from egeria.report.trackers import Tracker
-from egeria.session import EgeriaWarning, Run
+from egeria.session import Run
+from egeria.session.attach import resume
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,13 +67,8 @@ class _Place:
         return self.run.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.run.summary().closed:  # then weights may be loaded, for a test of the best
-            return
-        try:
-            self.run.load_state_dict(state)
-        except StateError as error:
-            text = f"egeria cannot go on from its state in the checkpoint and begins anew: {error}"
-            warnings.warn(text, EgeriaWarning, stacklevel=2)
+        if not self.run.summary().closed:  # then weights may be loaded, for a test of the best
+            resume(self.run, state)
 
 
 def _log(accelerator: Any, values: Mapping[str, float], step: int) -> None:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from egeria import session
 from egeria.config import Config
-from egeria.errors import ConfigError, StateError
+from egeria.errors import ConfigError
 from egeria.model.compile import is_compiled
 from egeria.policy import Maker
 from egeria.policy.plan import PLANNED
 from egeria.report.trackers import Tracker
 from egeria.session import EgeriaWarning, Run
+from egeria.session.attach import resume
 from egeria.session.checks import choose_rule, length_of, read_config
 
 try:
@@ -94,11 +95,10 @@ class EgeriaCallback(Callback):
             warnings.warn(text, EgeriaWarning, stacklevel=2)
             return
         state, begins = self._loaded, trainer.global_step
-        first = state.get("first_step") if isinstance(state, Mapping) else None
-        if not (isinstance(first, int) and 0 <= first <= begins):
-            first = begins
-        self._begin(trainer, pl_module, first)
-        if state is not None and not self._restore(state):
+        first = _entry(state, "first_step")
+        is_known = isinstance(first, int) and 0 <= first <= begins
+        run = self._begin(trainer, pl_module, first if is_known else begins)
+        if state is not None and not resume(run, _entry(state, "run")):
             self.on_train_end(trainer, pl_module)
             self._begin(trainer, pl_module, begins)
 
@@ -128,23 +128,10 @@ class EgeriaCallback(Callback):
         """Keep the state until the training starts; roll back a run that is under way."""
         if self.run is None:
             self._loaded = state_dict or None
-        elif not self.run.summary().closed and self._restore(state_dict):
-            self._first_step = state_dict["first_step"]
+        elif not self.run.summary().closed:
+            resume(self.run, _entry(state_dict, "run"))
 
-    def _restore(self, state: Any) -> bool:
-        """Go on from the state in a checkpoint; where it does not fit, say so and return False."""
-        try:
-            if not (isinstance(state, Mapping) and isinstance(state.get("first_step"), int)):
-                raise StateError("it is not what egeria wrote there")
-            if self.run is not None:
-                self.run.load_state_dict(state.get("run"))
-        except StateError as error:
-            text = f"egeria cannot go on from its state in the checkpoint and begins anew: {error}"
-            warnings.warn(text, EgeriaWarning, stacklevel=2)
-            return False
-        return True
-
-    def _begin(self, trainer: Any, pl_module: nn.Module, first_step: int) -> None:
+    def _begin(self, trainer: Any, pl_module: nn.Module, first_step: int) -> Run:
         steps, loader = _total_steps(trainer), trainer.train_dataloader
         self._first_step = first_step
         self.run = session.attach(
@@ -157,6 +144,12 @@ class EgeriaCallback(Callback):
             log_to=[_tracker(trainer, logger) for logger in trainer.loggers if self._logs],
             **self._settings,
         )
+        return self.run
+
+
+def _entry(state: Any, name: str) -> Any:
+    """Return an entry of what a checkpoint has of ours, which may be damaged; None if missing."""
+    return state.get(name) if isinstance(state, Mapping) else None
 
 
 def _reason_to_decline(trainer: Any, pl_module: Any, config: Config) -> str:

@@ -25,6 +25,7 @@ from egeria.errors import brief
 from egeria.journal import FILE_NAME, Recorder
 from egeria.policy import Maker
 from egeria.report.trackers import scalars
+from egeria.session.attach import resume
 from egeria.session.checks import choose_rule, read_config
 
 STATE_FILE = "egeria.pt"  # the state of the run, inside each checkpoint
@@ -123,13 +124,9 @@ class EgeriaCallback(TrainerCallback):
             is_ours = re.fullmatch(rf"{re.escape(folder.name)}(-\d+)?", name)
             place = folder.with_name(name) if is_ours else folder
             self.run = attach(total_steps=state.max_steps, directory=place)
-            try:
-                self.run.load_state_dict(saved.get("run"))
+            if resume(self.run, saved.get("run")):
                 return
-            except egeria.StateError as error:
-                self._close()
-                reason = f"the checkpoint's state does not fit ({error}); it begins anew from here"
-                self._notes.decline("resuming", reason)
+            self._close()
         # Without its own state a run knows of the steps to come only.
         steps = max(1, state.max_steps - state.global_step)
         self.run = attach(total_steps=steps, directory=_unused(folder))

@@ -4,6 +4,7 @@ import gc
 import io
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from egeria import events
 from egeria.config import Config
 from egeria.distributed.ranks import all_or_none, exchange, rank
 from egeria.errors import ConfigError, JournalError, StateError, brief
-from egeria.journal import Recorder, read_journal, run_directory
+from egeria.journal import EgeriaWarning, Recorder, read_journal, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
 from egeria.policy import Maker, Plan
@@ -279,6 +280,17 @@ class Run:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def resume(run: Run, state: Any) -> bool:
+    """Load a state from the checkpoint of a framework; warn and return False if it does not fit."""
+    try:
+        run.load_state_dict(state)
+    except StateError as error:
+        text = f"egeria: its state in the checkpoint does not fit, and it begins anew: {error}"
+        warnings.warn(text, EgeriaWarning, stacklevel=2)
+        return False
+    return True
 
 
 class Showing:

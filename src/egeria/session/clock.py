@@ -3,10 +3,9 @@
 import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ NO_STEPS = (
     f"no optimizer given to attach made a step in {CHECKED_CALLS} calls of run.step, which count "
     "as one. Give attach the optimizer that steps, and call run.step(loss) after it"
 )
-MOST_HELD = 1000  # micro-batches whose losses count for a step: the newest
 FEWEST = 7  # iterations that a median is taken of, where there are so many at a depth
 # Of a run under a policy that asks for no intervals: their number, or their length.
 INTERVALS, INTERVAL_STEPS = 100, 100
@@ -153,7 +151,8 @@ class Clock:
         # Median seconds of an iteration in the newest interval with nothing frozen; 0 if unknown.
         self.iteration_s = 0.0
         self._losses: list[Loss] = []
-        self._held = deque[Loss](maxlen=MOST_HELD)  # of the micro-batches since the last step
+        # Of the micro-batches since the last step: the sum of their losses, and their number.
+        self._held_sum, self.num_held = cast(Loss, 0.0), 0
         self.controller_cpu_s = 0.0  # spent by a controller process
         self.overhead = self._entered = Seconds()  # so far; and when this `run.step` began
         self._left: Seconds | None = None  # when the newest call of `run.step` returned
@@ -173,23 +172,18 @@ class Clock:
             return None
         return self.iteration_s * max(0, self.total_steps - self.step)
 
-    @property
-    def num_held(self) -> int:
-        """Micro-batches since the last step."""
-        return len(self._held)
-
     def hold(self, loss: Loss) -> None:
         """Keep the loss of a micro-batch for the step that it belongs to."""
-        self._held.append(loss)
+        self._held_sum, self.num_held = self._held_sum + loss, self.num_held + 1
 
     def enter(self, loss: Loss) -> None:
         """Count a step: `run.step` has begun, with this loss."""
         self._entered = Seconds.now()
         if self._left is not None:
             self._iterations.append(self._entered.since(self._left))
-        if self._held:
-            loss = sum([*self._held, loss]) / (len(self._held) + 1)
-            self._held.clear()
+        if self.num_held:
+            loss = (self._held_sum + loss) / (self.num_held + 1)
+            self._held_sum, self.num_held = 0.0, 0
         self._losses.append(loss)
         self.step += 1
 
@@ -246,7 +240,7 @@ class Clock:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _SAVED}
-        held = to_floats(list(self._held))
+        held = [*to_floats([self._held_sum]), self.num_held]
         return {**state, "losses": to_floats(self._losses), "held": held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,7 +248,7 @@ class Clock:
         for name in _SAVED:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self._losses = [float(loss) for loss in state["losses"]]
-        self._held = deque(map(float, state["held"]), maxlen=MOST_HELD)
+        self._held_sum, self.num_held = state["held"]
 
 
 def read_loss(loss: Any, what: str = "run.step takes a loss") -> Loss:

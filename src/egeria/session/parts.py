@@ -99,19 +99,14 @@ class Parts:
                 f"layer modules where at most {self.applier.deepest} may be. Attach those it had."
             )
         if state["evaluator"] is not None:
-            evaluation = self._make_evaluation(clock)
-            try:
-                evaluation.load_state_dict(state["evaluator"])
-            except Exception:
-                evaluation.close(for_good=False)
-                raise
-            self.evaluation = evaluation
+            self.evaluation = self._make_evaluation(clock)
+            self.evaluation.load_state_dict(state["evaluator"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         return {
             "cut": asdict(self.cut),
-            "parameters": {name: list(e.shape) for name, e in self.training.named().items()},
+            "parameters": self.training.shapes(),
             "cut_by": asdict(self.training.config.modules),
             "policy": self.policy.state_dict(),
             "plan_reason": self.plan.reason if self.plan else "",
@@ -214,7 +209,6 @@ def make_cache(training: Training, spend: Callable[[float, float], None]) -> Cac
         recorder=training.recorder,
         spend=spend,
         directory=training.directory,
-        loader=training.loader,
         num_batches=length_of(training.loader),
         num_local=int(told) if told.isdecimal() and int(told) > 0 else world_size(),
     )

@@ -87,9 +87,13 @@ class Training:
         """Return all parameters by all of their names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shapes of all parameters by all of their names."""
+        return {name: list(entry.shape) for name, entry in self.named().items()}
+
     def check_state(self, state: Mapping[str, Any], cut: Cut | None) -> None:
         """Raise StateError if a saved state is of another policy, model or way to cut it."""
-        name, own = state["policy_name"], self.named()
+        name, shapes = state["policy_name"], self.shapes()
         if name != self.policy_name:
             raise StateError(
                 f"A run goes on under the policy that it began with, {name!r}, found "
@@ -97,20 +101,14 @@ class Training:
             )
         if cut is None:
             return
-        saved, trained = state["engine"]["parameters"], {n for n in own if own[n].requires_grad}
-        differences = {
-            "has": {name for module in cut.modules for name in module.parameters} - own.keys(),
-            "does not have": trained.difference(saved),
-            "has in another shape": {
-                n for n in own if saved.get(n, list(own[n].shape)) != list(own[n].shape)
-            },
-        }
-        for has, names in differences.items():
-            if names:
-                raise StateError(
-                    f"A run's state fits its own model, found that of another model, which {has} "
-                    f"{', '.join(sorted(names)[:3])}. Attach the model it was saved from."
-                )
+        saved, named = state["engine"]["parameters"], self.named()
+        own = {name for module in cut.modules for name in module.parameters}
+        own |= {name for name, entry in named.items() if entry.requires_grad}
+        if odd := sorted(name for name in own if shapes.get(name) != saved.get(name)):
+            raise StateError(
+                "A run's state fits its own model, found that of another model, which differs in "
+                f"{', '.join(odd[:3])}. Attach the model it was saved from."
+            )
         cut_by, settings = state["engine"]["cut_by"], asdict(self.config.modules)
         if cut_by != settings:
             raise StateError(
