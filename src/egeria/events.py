@@ -5,10 +5,17 @@ of CPU (`cpu_s`) in the training process, unless the name has `controller`.
 """
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, dataclass_transform
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_origin
 
 SCHEMA_VERSION = 1
+# What a line of a journal may hold at most.
+LARGEST = 2**53  # a whole number; floats lose digits from here on
+LONGEST = 100_000  # letters of a text, and entries of a table or list
+DEEPEST = 10  # tables and lists within each other
 EVENT_TYPES: "dict[str, type[Event]]" = {}  # by their names in the journal
 
 
@@ -32,7 +39,7 @@ class Event:
 class RunStarted(Event, kind="run_started"):
     """The model was cut, right before its first update; everything a report needs to know of it."""
 
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     modules: list[dict[str, Any]]
     trainable: list[bool]  # whether each layer module had any parameter to train
     deepest_freeze: int  # the largest number of front modules that may be frozen
@@ -214,3 +221,82 @@ class FaultCaught(Event, kind="fault"):
     where: str
     error: str
     count: int
+
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+class EventsByKind:
+    """Finds events by their kind."""
+
+    __slots__ = ()
+    events: tuple[Event, ...]
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the events of one kind, oldest first."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def first(self, kind: type[Kind]) -> Kind | None:
+        """Return the first event of one kind, or None."""
+        return next(iter(self.of(kind)), None)
+
+    def last(self, kind: type[Kind]) -> Kind | None:
+        """Return the latest event of one kind, or None."""
+        return next(reversed(self.of(kind)), None)
+
+
+def read_event(record: Mapping[str, Any]) -> Event:
+    """Return the event that a line of a journal holds; fields of a later version are left out.
+
+    Raises:
+        LookupError, TypeError, ValueError: it holds none, or a value does not fit its field.
+    """
+    kind, types = record["event"], tuple(map(type, record.values()))
+    names, counts, others = _fields(kind, tuple(record), types)
+    large = [name for name in counts if not -LARGEST < record[name] < LARGEST]
+    large += [name for name, of_entries in others if not _fits(record[name], of_entries)]
+    if large:
+        raise ValueError(f"{large} are larger than in a journal, or have entries of another type")
+    return EVENT_TYPES[kind](**{name: record[name] for name in names})
+
+
+@functools.lru_cache(maxsize=1000)  # the lines of a journal are much alike
+def _fields(kind: str, names: tuple[str, ...], types: tuple[type, ...]) -> tuple[Any, Any, Any]:
+    """Return the names of the fields in a line, those of whole numbers, and those to look into."""
+    known = {entry.name: entry.type for entry in dataclasses.fields(EVENT_TYPES[kind])}
+    found = {name: of for name, of in zip(names, types, strict=True) if name in known}
+    if wrong := [name for name, of in found.items() if of not in _kinds(known[name])]:
+        raise TypeError(f"{wrong} are of another type")
+    entries = {name: _kinds((get_args(known[name]) or (Any,))[-1]) for name in found}
+    others = [(name, entries[name]) for name, of in found.items() if of in (str, list, dict)]
+    return list(found), [name for name, of in found.items() if of is int], others
+
+
+_UNLIMITED: frozenset[type] = frozenset({float, bool, type(None)})
+_PLAIN: frozenset[type] = _UNLIMITED | {int, str, list, dict}
+
+
+def _kinds(annotation: Any) -> frozenset[type]:
+    """Return the types that JSON gives for an annotation."""
+    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    kinds = {get_origin(part) or part for part in parts}
+    return _PLAIN if Any in kinds else frozenset(kinds | ({int} if float in kinds else set()))
+
+
+def _fits(value: Any, of_entries: frozenset[type], depth: int = 1) -> bool:
+    """Return whether a value is within the limits, and its entries have one of the types."""
+    if isinstance(value, int):
+        return -LARGEST < value < LARGEST
+    if len(value) > LONGEST or depth > DEEPEST:
+        return False
+    entries = () if isinstance(value, str) else value.values() if isinstance(value, dict) else value
+    types = set(map(type, entries))
+    is_small = types <= _UNLIMITED or all(
+        type(entry) in _UNLIMITED or _fits(entry, _PLAIN, depth + 1) for entry in entries
+    )
+    return types <= of_entries and is_small
+
+
+def _is_module(value: dict[str, Any]) -> bool:
+    sizes = value.get("num_parameters"), value.get("num_trainable"), value.get("share", 0.0)
+    return isinstance(value.get("name"), str) and all(isinstance(e, (int, float)) for e in sizes)
