@@ -90,7 +90,7 @@ def _advise(arguments: argparse.Namespace, console: Console) -> int:
     plan, file = arguments.plan, arguments.json
     check("plan", plan or "", wrong_plan)
     if file is not None:
-        _check_writable(file)
+        check_own(file, MARK)
     given = _arguments(arguments.training)
     if arguments.rounds is not None:
         given["rounds"] = arguments.rounds
@@ -105,17 +105,6 @@ def _advise(arguments: argparse.Namespace, console: Console) -> int:
         text = json.dumps(found, indent=1) + "\n"
         replace_file(file, MARK, lambda stream: stream.write(text.encode()))
     return 0
-
-
-def _check_writable(file: Path) -> None:
-    """Raise ConfigError where the measurements cannot be written; before anything is measured."""
-    try:
-        check_own(file, MARK)
-        if not os.access(file.parent, os.W_OK):
-            raise OSError("its folder is missing, or cannot be written to")
-    except (OSError, ValueError) as error:
-        what = f"--json takes a new file, or one of an earlier call, found {file}"
-        raise ConfigError(f"{what}: {error}. Give another.") from error
 
 
 def _arguments(path: str) -> dict[str, Any]:

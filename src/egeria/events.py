@@ -6,12 +6,13 @@ of CPU (`cpu_s`) in the training process, unless the name has `controller`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_origin
 
 SCHEMA_VERSION = 1
+_UNLIMITED: frozenset[type] = frozenset({float, bool, type(None)})
+_PLAIN: frozenset[type] = _UNLIMITED | {int, str, list, dict}  # what JSON gives
 # What a line of a journal may hold at most.
 LARGEST = 2**53  # a whole number; floats lose digits from here on
 LONGEST = 100_000  # letters of a text, and entries of a table or list
@@ -245,35 +246,35 @@ class EventsByKind:
         return next(reversed(self.of(kind)), None)
 
 
-def read_event(record: Mapping[str, Any]) -> Event:
-    """Return the event that a line of a journal holds; fields of a later version are left out.
+def read_event(record: dict[str, Any]) -> Event:
+    """Return the event that a line of a journal holds; fields of a later version are taken out.
 
     Raises:
         LookupError, TypeError, ValueError: it holds none, or a value does not fit its field.
     """
     kind, types = record["event"], tuple(map(type, record.values()))
-    names, counts, others = _fields(kind, tuple(record), types)
+    unknown, counts, others = _fields(kind, tuple(record), types)
     large = [name for name in counts if not -LARGEST < record[name] < LARGEST]
     large += [name for name, of_entries in others if not _fits(record[name], of_entries)]
-    if large:
-        raise ValueError(f"{large} are larger than in a journal, or have entries of another type")
-    return EVENT_TYPES[kind](**{name: record[name] for name in names})
+    modules = record["modules"] if kind == RunStarted.kind else ()
+    if large or not all(map(_is_module, modules)):
+        raise ValueError("a value is larger than in a journal, or has entries of another type")
+    for name in unknown:
+        del record[name]
+    return EVENT_TYPES[kind](**record)
 
 
 @functools.lru_cache(maxsize=1000)  # the lines of a journal are much alike
 def _fields(kind: str, names: tuple[str, ...], types: tuple[type, ...]) -> tuple[Any, Any, Any]:
-    """Return the names of the fields in a line, those of whole numbers, and those to look into."""
+    """Return what a line has that is no field, its whole numbers, and what is to be looked into."""
     known = {entry.name: entry.type for entry in dataclasses.fields(EVENT_TYPES[kind])}
     found = {name: of for name, of in zip(names, types, strict=True) if name in known}
-    if wrong := [name for name, of in found.items() if of not in _kinds(known[name])]:
-        raise TypeError(f"{wrong} are of another type")
+    if any(of not in _kinds(known[name]) for name, of in found.items()):
+        raise TypeError("a value is of another type than its field")
     entries = {name: _kinds((get_args(known[name]) or (Any,))[-1]) for name in found}
     others = [(name, entries[name]) for name, of in found.items() if of in (str, list, dict)]
-    return list(found), [name for name, of in found.items() if of is int], others
-
-
-_UNLIMITED: frozenset[type] = frozenset({float, bool, type(None)})
-_PLAIN: frozenset[type] = _UNLIMITED | {int, str, list, dict}
+    counts = [name for name, of in found.items() if of is int]
+    return [name for name in names if name not in known], counts, others
 
 
 def _kinds(annotation: Any) -> frozenset[type]:
@@ -285,16 +286,17 @@ def _kinds(annotation: Any) -> frozenset[type]:
 
 def _fits(value: Any, of_entries: frozenset[type], depth: int = 1) -> bool:
     """Return whether a value is within the limits, and its entries have one of the types."""
+    if type(value) in _UNLIMITED:
+        return True
     if isinstance(value, int):
         return -LARGEST < value < LARGEST
     if len(value) > LONGEST or depth > DEEPEST:
         return False
     entries = () if isinstance(value, str) else value.values() if isinstance(value, dict) else value
     types = set(map(type, entries))
-    is_small = types <= _UNLIMITED or all(
-        type(entry) in _UNLIMITED or _fits(entry, _PLAIN, depth + 1) for entry in entries
+    return types <= of_entries and (
+        types <= _UNLIMITED or all(_fits(entry, _PLAIN, depth + 1) for entry in entries)
     )
-    return types <= of_entries and is_small
 
 
 def _is_module(value: dict[str, Any]) -> bool:

@@ -249,22 +249,28 @@ def run_directory(given: str | Path | None) -> Path:
 
 
 def check_own(path: Path, mark: bytes) -> None:
-    """Raise OSError where there is something that `replace_file` would not replace."""
-    with suppress(FileNotFoundError), open(path, "rb", opener=_open_safely) as file:
-        if not re.search(mark, file.read(_HEAD_BYTES)):
-            raise FileExistsError(f"egeria did not write the {path} that is there")
+    """Raise ConfigError where there is something that `replace_file` does not replace."""
+    try:
+        with suppress(FileNotFoundError), open(path, "rb", opener=_open_safely) as file:
+            if not re.search(mark, file.read(_HEAD_BYTES)):
+                raise FileExistsError("egeria did not write the file that is there")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError("its folder is missing, or cannot be written to")
+    except (OSError, ValueError) as error:
+        next_step = "Move away what is there, or take another folder."
+        raise ConfigError(f"{path} cannot be written: {error}. {next_step}") from error
 
 
 def replace_file(path: Path, mark: bytes, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file as a whole or not at all, in place of one that egeria wrote before.
+    """Have `write` write a file, as a whole or not at all, in place of one that egeria wrote.
 
     Args:
         path: where to. A link is not followed.
-        mark: regular expression that is in the first 4 KiB of each file of this kind.
+        mark: regular expression for the first 4 KiB of each file of this kind.
         write: takes the open file.
 
     Raises:
-        OSError: it cannot be written, or what is there has no mark.
+        ConfigError, OSError: it cannot be written, or what is there has no mark.
     """
     check_own(path, mark)
     unfinished = path.with_name(f".egeria-{secrets.token_hex(8)}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from egeria.errors import brief, printable
+from egeria.errors import EgeriaError, brief, printable
 from egeria.journal import read_journal, replace_file
 from egeria.report.summary import Clock, DepthPoint, Metric, Pace, Summary
 from egeria.report.text import cautions, headline, verdict
@@ -51,7 +51,8 @@ def report(directory: str | Path) -> Report:
         page = render_page(summary).encode("utf-8", errors="replace")
         replace_file(path, _MARK, lambda file: file.write(page))
     except Exception as error:  # numbers that come from anywhere may not be drawn
-        next_step = "Move away what is there, or copy the journal to a writable directory."
-        message = f"{path} cannot be written: {brief(error)}. {next_step}"
+        next_step = "Copy the journal to a writable directory."
+        is_ours = isinstance(error, EgeriaError)
+        message = str(error) if is_ours else f"No page {path}: {brief(error)}. {next_step}"
         return Report(summary=summary, path=None, message=message)
     return Report(summary=summary, path=path, message=f"page: {path}")

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from egeria import events, policy
-from egeria.events import (
-    Declined,
-    Event,
-    EventsByKind,
-    IntervalMeasured,
-    Resumed,
-    RunClosed,
-    RunStarted,
-)
+from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed, RunStarted
 
 _NOTHING: dict[str, Any] = {"config": {}, "modules": [], "trainable": [], "environment": {}}
 _NOTHING |= {"deepest_freeze": 0, "interval_steps": 0, "total_steps": None}
@@ -83,7 +75,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Summary(EventsByKind):
+class Summary(events.EventsByKind):
     """The numbers of a run so far; shares are from 0 to 1, and what is unknown is None."""
 
     name: str  # of the directory
