@@ -52,7 +52,7 @@ CONTRACTS = [
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("cache.enabled", "true, false or 'auto'", ("false", 0, None)),
     ("cache.memory_share", SHARE, NO_SHARE),
-    ("cache.directory", "a name", ("", 3, True)),
+    ("cache.directory", "a local folder", ("", 3, True, "s3://bucket/run")),
     ("cache.limit_bytes", "a whole number of at least 1", no_count()),
     ("cache.gate", "one of 'auto', 'open'", ("closed", None, True)),
     ("cache.verify_batches", "a whole number of at least 1", (*no_count(), None)),
@@ -139,17 +139,5 @@ configs = st.builds(
 
 
 @given(configs)
-def test_whatever_is_written_is_read_back_equal(settings):
-    assert Config.from_toml(settings.to_toml()) == settings
+def test_the_dictionary_of_settings_gives_them_again(settings):
     assert Config.from_dict(settings.to_dict()) == settings
-
-
-def test_strategy_objects_stay_in_python(tmp_path):
-    settings, setting = Config(policy=PolicyConfig(name=dict)), "policy.name"
-    with pytest.raises(
-        ConfigError, match=rf"{setting} must be a plain value .*such as the name of a built-in one, found"
-    ):
-        settings.to_toml()
-    with pytest.raises(ConfigError, match=setting):
-        settings.save(tmp_path / "settings.toml")
-    assert not (tmp_path / "settings.toml").exists()

@@ -214,7 +214,7 @@ def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path
     assert len(told) == 1 and "already holds the journal of another run" in told[0] and "load_state_dict" in told[0]
     second.close()
     summary = egeria.report(tmp_path).summary
-    assert (summary.step, summary.num_earlier_runs) == (4, 1)
+    assert (summary.step, summary.num_other_runs) == (4, 1)
 
 
 def steps_of(run, model, optimizer, count):

@@ -25,7 +25,8 @@ import egeria
 from egeria.advice import advise
 from egeria.config import ModulesConfig, check
 from egeria.controller.process import choose
-from egeria.errors import ConfigError, EgeriaError, brief
+from egeria.errors import ConfigError, EgeriaError, brief, printable
+from egeria.journal import check_own, replace_file
 from egeria.model.cut import LayerModule, is_mostly_trained, make_modules, settings_of_cut
 from egeria.model.group import find_pieces
 from egeria.model.watch import Watch
@@ -33,19 +34,25 @@ from egeria.moves import wrong_plan
 from egeria.report.text import percent
 
 ABOUT = "Train faster by freezing layers once they have converged."
+MARK = rb'"egeria": "'  # in each file of `--json`
 NAMES = ("model", "optimizer", "loader", "loss")
 RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of egeria.advise"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return the exit status: 0 done, 1 a check failed, 2 bad input."""
+    """Run one verb; return the exit status: 0 done, 1 something failed, 2 wrong use."""
     chosen = _parser().parse_args(arguments)
     try:
         return int(chosen.run(chosen, Console()))
     except EgeriaError as error:
-        said = f"[bold red]egeria {chosen.verb}:[/] {escape(str(error))}"
-        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
-        return 2
+        said, status = str(error), 2
+    except Exception as error:
+        said, status = brief(error), 1
+    except KeyboardInterrupt:
+        said, status = "interrupted", 130  # as shells count it
+    said = f"[bold red]egeria {chosen.verb}:[/] {escape(said)}"
+    Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,26 +81,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(arguments: argparse.Namespace, console: Console) -> int:
-    console.print(str(egeria.report(arguments.directory)), markup=False, highlight=False)
-    return 0
+    made = egeria.report(arguments.directory)
+    console.print(str(made), markup=False, highlight=False, soft_wrap=True)
+    return int(made.path is None)
 
 
 def _advise(arguments: argparse.Namespace, console: Console) -> int:
     plan, file = arguments.plan, arguments.json
     check("plan", plan or "", wrong_plan)
-    if file is not None and not file.parent.is_dir():
-        raise ConfigError(f"--json takes a file in a folder that exists, found {file}. Make it.")
+    if file is not None:
+        check_own(file, MARK)
     given = _arguments(arguments.training)
     if arguments.rounds is not None:
         given["rounds"] = arguments.rounds
     with console.status("measuring on a copy"):
         advice = advise(**given)
-    console.print(repr(advice), markup=False, highlight=False)
+    console.print(printable(repr(advice)), markup=False, highlight=False)
     if plan is not None:
         saved = percent(advice.saving(plan))
         console.print(f"The plan {plan!r} would save {saved} of the training time.")
     if file is not None:
-        file.write_text(json.dumps(advice.to_dict(), indent=1) + "\n", encoding="utf-8")
+        found = {"egeria": egeria.__version__, **advice.to_dict()}
+        text = json.dumps(found, indent=1) + "\n"
+        replace_file(file, MARK, lambda stream: stream.write(text.encode()))
     return 0
 
 
@@ -165,7 +175,8 @@ def _cut_table(model: torch.nn.Module, modules: tuple[LayerModule, ...]) -> Tabl
         share = f"{count / max(1, sum(trained)):.1%}"
         why = module.reason + (" Never frozen." if module is modules[-1] else "")
         size, submodules = f"{module.num_parameters:,}", ", ".join(module.submodules)
-        table.add_row(*map(escape, (module.name, size, share, submodules, why)))
+        cells = module.name, size, share, submodules, why
+        table.add_row(*(escape(printable(cell)) for cell in cells))
     return table
 
 
@@ -179,7 +190,7 @@ def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     try:
         with tempfile.TemporaryFile(dir=arguments.directory):
             disk = f"{_gib(shutil.disk_usage(arguments.directory).free)} free"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         disk, status = f"cannot be written: {error}", 1
     found = {
         "python, torch": f"{platform.python_version()}, {torch.__version__}",
@@ -194,7 +205,7 @@ def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     title = f"egeria {egeria.__version__} on this machine"
     table = Table(Column(style="bold"), Column(overflow="fold"), title=title, show_header=False)
     for name, value in found.items():
-        table.add_row(escape(name), escape(value))
+        table.add_row(escape(printable(name)), escape(printable(value)))
     console.print(table)
     return status
 

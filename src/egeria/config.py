@@ -1,4 +1,4 @@
-"""Every setting of a run: groups of them, the rules they keep, and TOML in and out."""
+"""Every setting of a run: groups of them, the rules they keep, and TOML."""
 
 import difflib
 import math
@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
-
-import tomli_w
 
 from egeria.errors import ConfigError
 from egeria.moves import PLAN_TEXT, wrong_plan
@@ -78,7 +76,7 @@ def choice(*names: str) -> Rule:
 
 
 FLAG_OR_AUTO = satisfies(lambda x: isinstance(x, bool) or x == "auto", "true, false or 'auto'")
-NAME = satisfies(lambda value: isinstance(value, str) and bool(value), "a name")
+FOLDER = satisfies(lambda x: isinstance(x, str) and x != "" and "://" not in x, "a local folder")
 SHARE = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 POSITIVE = number(lambda value: value > 0, "a finite number above 0")
 
@@ -211,7 +209,7 @@ class CacheConfig(SettingsGroup):
     policy; false never. It ends where inputs never come again."""
     memory_share: float = setting(0.25, SHARE)
     """'auto': share of a host's memory free at a freeze that may be used. Our choice."""
-    directory: str | None = setting(None, optional(NAME))
+    directory: str | None = setting(None, optional(FOLDER))
     """Where the file goes, best on a fast local disk. None: in the directory of the run."""
     limit_bytes: int | None = setting(None, optional(count()))
     """Largest size of the file of each process. None: half of what is free."""
@@ -256,6 +254,7 @@ class Config:
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> "Config":
         """Build from nested dictionaries: settings by name, in groups by name."""
+        require(isinstance(table, Mapping), "the configuration", "nested dictionaries", table)
         _refuse_unknown("the configuration", table, _GROUPS)
         built: dict[str, Any] = {}
         for name, values in table.items():
@@ -272,42 +271,25 @@ class Config:
         """Build from the text of a TOML file."""
         try:
             return cls.from_dict(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"The text must be TOML; {error}. Correct that line.") from error
 
     @classmethod
     def load(cls, path: str | Path) -> "Config":
         """Build from a TOML file."""
         try:
-            return cls.from_toml(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            if (file := Path(path).expanduser()).exists() and not file.is_file():
+                raise OSError("it is no regular file")  # a pipe would be waited for
+            return cls.from_toml(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, RuntimeError) as error:
             raise ConfigError(f"{path} must be a readable TOML file: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""
-        table = self._table()
-        for group in table.values():
-            group.update({k: repr(v) for k, v in group.items() if not isinstance(v, _PLAIN)})
-        return table
-
-    def to_toml(self) -> str:
-        """Return the TOML text that `from_toml` reads back; strategy objects cannot be in it."""
-        table = self._table()
-        contract = "a plain value to be written as TOML, such as the name of a built-in one"
-        for name, group in table.items():
-            for key, value in group.items():
-                require(isinstance(value, _PLAIN), f"{name}.{key}", contract, value)
-            table[name] = {key: value for key, value in group.items() if value is not None}
-        return tomli_w.dumps(table)
-
-    def save(self, path: str | Path) -> None:
-        """Write the TOML text to a file."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
-
-    def _table(self) -> dict[str, dict[str, Any]]:
+        found = {name: vars(getattr(self, name)) for name in _GROUPS}
         return {
-            name: {entry.name: getattr(getattr(self, name), entry.name) for entry in fields(group)}
-            for name, group in _GROUPS.items()
+            name: {k: v if isinstance(v, _PLAIN) else repr(v) for k, v in group.items()}
+            for name, group in found.items()
         }
 
 

@@ -1,8 +1,31 @@
 """The errors egeria raises; each says what was expected, what was found, and what to do next."""
 
+import re
+
+# Of a URL: what stands before its host, and the values of what is named like a key.
+_SECRETS = re.compile(
+    r'(?P<user>//)[^/\s"\\]*(?::[^\s"\\]*)?(?=@)'
+    r"""|(?P<key>(?:token|key|keyid|sig|signature|secret|password|pwd)=)[^\s&"'\\]+""",
+    re.IGNORECASE,
+)
+
+
+def redact(text: str) -> str:
+    """Return a text without the passwords and tokens of the URLs in it."""
+    return _SECRETS.sub(lambda found: f"{found['user'] or found['key']}***", text)
+
+
+def printable(text: str) -> str:
+    """Return a text `redact`ed, and without what could steer a terminal."""
+    shown = redact(text).replace("\N{NO-BREAK SPACE}", " ")
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in shown)
+
 
 class EgeriaError(Exception):
     """The base class of every error that egeria raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(EgeriaError, ValueError):
@@ -27,4 +50,4 @@ class UncacheableError(EgeriaError):
 
 def brief(error: BaseException) -> str:
     """Return an error on one line of at most 500 characters, for a message or the journal."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}")[:500]

@@ -6,10 +6,34 @@ of CPU (`cpu_s`) in the training process, unless the name has `controller`.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, dataclass_transform
+from typing import (
+    Any,
+    ClassVar,
+    NotRequired,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    dataclass_transform,
+)
+
+import msgspec
 
 SCHEMA_VERSION = 1
 EVENT_TYPES: "dict[str, type[Event]]" = {}  # by their names in the journal
+Plain: TypeAlias = bool | int | float | str | None
+
+
+class ModuleFacts(TypedDict):
+    """A `LayerModule`, and how many elements of its parameters train."""
+
+    name: str
+    num_parameters: int
+    num_trainable: int
+    share: NotRequired[float]
+    submodules: NotRequired[list[str]]
+    parameters: NotRequired[list[str]]
+    tap: NotRequired[str]
+    reason: NotRequired[str]
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -32,14 +56,14 @@ class Event:
 class RunStarted(Event, kind="run_started"):
     """The model was cut, right before its first update; everything a report needs to know of it."""
 
-    config: dict[str, Any]
-    modules: list[dict[str, Any]]
+    config: dict[str, dict[str, Plain]]
+    modules: list[ModuleFacts]
     trainable: list[bool]  # whether each layer module had any parameter to train
     deepest_freeze: int  # the largest number of front modules that may be frozen
     rule: str  # for thaws
     total_steps: int | None
     interval_steps: int
-    environment: dict[str, Any]
+    environment: dict[str, Plain]
 
 
 class PlanMade(Event, kind="plan"):
@@ -214,3 +238,34 @@ class FaultCaught(Event, kind="fault"):
     where: str
     error: str
     count: int
+
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+class EventsByKind:
+    """Finds events by their kind."""
+
+    __slots__ = ()
+    events: tuple[Event, ...]
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the events of one kind, oldest first."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def first(self, kind: type[Kind]) -> Kind | None:
+        """Return the first event of one kind, or None."""
+        return next(iter(self.of(kind)), None)
+
+    def last(self, kind: type[Kind]) -> Kind | None:
+        """Return the latest event of one kind, or None."""
+        return next(reversed(self.of(kind)), None)
+
+
+def read_event(record: dict[str, Any]) -> Event:
+    """Return the event that a line of a journal holds; fields of a later version are left out.
+
+    Raises:
+        LookupError, TypeError, ValueError: it holds none, or a value does not fit.
+    """
+    return msgspec.convert(record, EVENT_TYPES[record["event"]])

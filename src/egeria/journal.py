@@ -1,9 +1,13 @@
 """The append-only record of a run: one JSON object a line, and one warning for each refusal."""
 
-import dataclasses
+import fcntl
+import itertools
 import json
 import logging
 import os
+import re
+import secrets
+import stat
 import time
 import warnings
 import weakref
@@ -11,33 +15,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
-from egeria.errors import JournalError
-from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Declined, Event, FaultCaught
+from egeria.errors import ConfigError, JournalError, brief, printable, redact
+from egeria.events import SCHEMA_VERSION, Declined, Event, EventsByKind, FaultCaught, read_event
 
 FILE_NAME = "journal.jsonl"
 RUNS = Path("egeria_runs")
-Kind = TypeVar("Kind", bound=Event)
+_BEGIN = b'{"event":"journal_opened"'  # of each journal of ours
+_TAIL_BYTES = 2**20  # at the end of a journal, which tell whether it has steps
+_LONGEST_LINE, _MOST_DIGITS = 2**22, 15  # letters, and of a number; what is longer is damaged
+_HEAD_BYTES = 2**12  # of a file, in which its mark must be
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Journal:
-    """The events of a run, oldest first."""
+class Journal(EventsByKind):
+    """The events in a journal, oldest first; where runs wrote side by side, one after the other."""
 
     directory: Path
     events: tuple[Event, ...]
     num_damaged: int  # lines that could not be read: at most one per crash of the run
-
-    def of(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of one kind."""
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def first(self, kind: type[Kind]) -> Kind | None:
-        """Return the first event of one kind, or None."""
-        return next(iter(self.of(kind)), None)
+    first_damaged: int | None  # number of the first of them, from 1
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -47,7 +47,7 @@ class Journal:
 
 
 def read_journal(directory: str | Path) -> Journal:
-    """Read the journal of a run; lines that are torn or unknown are counted and left out.
+    """Read the journal of a run; lines that are torn or do not fit are counted and left out.
 
     Args:
         directory: the run's directory, or the journal file itself.
@@ -55,31 +55,66 @@ def read_journal(directory: str | Path) -> Journal:
     Raises:
         JournalError: there is no journal, or a newer version of egeria wrote it.
     """
-    path = Path(directory)
     try:
-        path = path / FILE_NAME if path.is_dir() else path
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError) as error:
+        path = Path(directory)
+        return _read(path / FILE_NAME if path.is_dir() else path)
+    except (OSError, ValueError, TypeError) as error:
         raise JournalError(
-            f"A run's directory holds a {FILE_NAME}; {path} cannot be read: {error}. "
+            f"A run's directory holds a {FILE_NAME}; {directory} cannot be read: {error}. "
             "Give the directory that `attach` was given, or that `run.directory` names."
         ) from error
-    events, damaged = list[Event](), 0
-    for line in filter(str.strip, text.split("\n")):
+
+
+def _read(path: Path, before: str | None = None, left_out: tuple[str, ...] = ()) -> Journal:
+    """Read the lines before the run of an id, but for those that begin in one of these ways."""
+    runs, damaged = dict[object, list[Event]](), set[int]()  # runs by their ids
+    read = json.JSONDecoder(parse_int=_whole).raw_decode
+    opened: object = 0  # stands for the id of a run from when there were none
+    for number, line in _lines(path, f'"run":"{before}"', left_out):
         try:
-            record = json.loads(line)
+            record, end = read(line)
+            if line[end:].strip():
+                raise ValueError("there is more behind it")
             if record["event"] == "journal_opened":
-                version = record.get("schema_version")
+                version, opened = record.get("schema_version"), number
                 if not isinstance(version, int) or version > SCHEMA_VERSION:
                     known = f"This egeria reads journals up to schema {SCHEMA_VERSION}"
                     raise JournalError(f"{known}, {path} has schema {version!r}. Use a newer one.")
-                continue
-            kind = EVENT_TYPES[record["event"]]
-            names = {field.name for field in dataclasses.fields(kind)}
-            events.append(kind(**{key: value for key, value in record.items() if key in names}))
+                runs.setdefault(record.get("run", opened), [])
+            else:
+                event = read_event(record)
+                runs.setdefault(record.get("run", opened), []).append(event)
         except (LookupError, TypeError, ValueError, RecursionError):
-            damaged += 1
-    return Journal(directory=path.parent, events=tuple(events), num_damaged=damaged)
+            damaged.add(number)
+    if damaged and not runs:
+        raise ValueError("none of its lines is of a journal")
+    return Journal(
+        directory=path.parent,
+        events=tuple(itertools.chain(*runs.values())),
+        num_damaged=len(damaged),
+        first_damaged=min(damaged, default=None),
+    )
+
+
+def _whole(digits: str) -> int:
+    """Return a whole number, one that floats can hold too."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError("a number is larger than in a journal")
+    return int(digits)
+
+
+def _lines(path: Path, end: str, left_out: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Yield lines of a file with their numbers; one that is too long comes in parts."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        number, is_whole = 0, True
+        while line := file.readline(_LONGEST_LINE):
+            number, is_whole = number + is_whole, line.endswith("\n")
+            if end in line:
+                return
+            if not line.isspace() and not line.startswith(left_out):
+                yield number, line
 
 
 class EgeriaWarning(UserWarning):
@@ -99,12 +134,23 @@ class Recorder:
 
     def __init__(self, directory: Path | None, *, echoes: bool = False) -> None:
         self.directory, self.step, self._echoes = directory, 0, echoes
+        self.run = secrets.token_hex(4)  # the id of this run, in each of its lines
+        self.is_used = False  # whether the journal has steps of an earlier run
+        self.is_shared = False  # whether another run writes to it at the moment
         self._warned, self._declined = set[str](), set[str]()
         self._faults: Counter[str] = Counter()
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         self._listeners: dict[object, Callable[[Event], object]] = {}
         if directory is not None:
             self._guard(lambda: self._open(directory / FILE_NAME))
+
+    @cached_property
+    def earlier(self) -> tuple[Event, ...]:
+        """The events of earlier runs in the same journal, but for metrics."""
+        with suppress(OSError, ValueError, JournalError):  # there is none, or of a newer version
+            path = (self.directory or Path()) / FILE_NAME
+            return _read(path, self.run, ('{"event":"metric"',)).events
+        return ()
 
     def write(self, event: Event) -> None:
         """Append an event to the journal; it is with the operating system when this returns."""
@@ -115,7 +161,7 @@ class Recorder:
             except Exception as error:
                 self._listeners.pop(key, None)
                 name = getattr(listener, "__qualname__", type(listener).__name__)
-                raised = f"a callback for events, {name}, raised {type(error).__name__}: {error}"
+                raised = f"a callback for events, {name}, raised {brief(error)}"
                 message = f"egeria: {raised}. It is not called any more; training continues."
                 self.warn(f"listener {name} {id(key)}", message)
 
@@ -136,9 +182,9 @@ class Recorder:
             return
         self._warned.add(what)
         try:
-            warnings.warn(message, EgeriaWarning, stacklevel=2)
+            warnings.warn(printable(message), EgeriaWarning, stacklevel=2)
         except EgeriaWarning:  # warnings are errors here; ours must still not stop the training
-            logging.getLogger("egeria").warning(message)
+            logging.getLogger("egeria").warning(printable(message))
 
     def decline(self, what: str, reason: str) -> None:
         """Journal and say, the first time, what the library will not do, and why."""
@@ -151,24 +197,36 @@ class Recorder:
     def fault(self, where: str, error: Exception) -> None:
         """Journal a failure of ours, and warn the first time that there is one in this place."""
         self._faults[where] += 1
-        text, count = f"{type(error).__name__}: {error}", self._faults[where]
+        text, count = brief(error), self._faults[where]
         self.write(FaultCaught(step=self.step, where=where, error=text, count=count))
         message = f"egeria: {where} failed ({text}). Training continues; see the journal."
         self.warn(f"fault in {where}", message)
 
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        file = _open_safely(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._file = os.fdopen(file, "ab", buffering=0)
         weakref.finalize(self, self._file.close)  # a run that is never closed must not leak it
-        if self._file.tell():  # the last line may be torn; empty ones are passed over
-            self._file.write("\n")
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or not _BEGIN.startswith(os.pread(file, len(_BEGIN), 0)):
+            raise FileExistsError(f"{path} is no journal of egeria. Move it away")
+        tail = os.pread(file, _TAIL_BYTES, max(0, found.st_size - _TAIL_BYTES))
+        self.is_used = re.search(rb'"step":[1-9]', tail) is not None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # other errors: this file system has no locks
+            self.is_shared = isinstance(error, BlockingIOError)
+        if tail and not tail.endswith(b"\n"):  # the last line is torn
+            self._file.write(b"\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            record = {**record, "time": round(time.time(), 3)}
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-            self._file.flush()
+            record = {**record, "run": self.run, "time": round(time.time(), 3)}
+            line = redact(json.dumps(record, separators=(",", ":"))).encode() + b"\n"
+            # At once, so that no line of another process comes between.
+            if self._file.write(line) < len(line):
+                raise OSError("the disk is full")
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -181,12 +239,56 @@ class Recorder:
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        with suppress(OSError):  # of a full disk: what it could not write is lost
+        with suppress(OSError):
             if file is not None:
+                fcntl.flock(file, fcntl.LOCK_UN)  # workers of a loader may still have the file
                 file.close()
 
 
 def run_directory(given: str | Path | None) -> Path:
-    """Return the directory of a run; without a given one, one that is new."""
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.time_ns() % 10**9:09}"
-    return RUNS / name if given is None else Path(given)
+    """Return the absolute directory of a run; without a given one, one that is new."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    try:
+        return Path(RUNS / name if given is None else given).expanduser().absolute()
+    except RuntimeError as error:  # there is no such user
+        what = f"directory is a folder of this host, found {given!r}"
+        raise ConfigError(f"{what}: {error} Give another.") from error
+
+
+def check_own(path: Path, mark: bytes) -> None:
+    """Raise ConfigError where there is something that `replace_file` does not replace."""
+    try:
+        with suppress(FileNotFoundError), open(path, "rb", opener=_open_safely) as file:
+            if not re.search(mark, file.read(_HEAD_BYTES)):
+                raise FileExistsError("egeria did not write the file that is there")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError("its folder is missing, or cannot be written to")
+    except (OSError, ValueError) as error:
+        next_step = "Move away what is there, or take another folder."
+        raise ConfigError(f"{path} cannot be written: {error}. {next_step}") from error
+
+
+def replace_file(path: Path, mark: bytes, write: Callable[[IO[bytes]], object]) -> None:
+    """Have `write` write a file, as a whole or not at all, in place of one that egeria wrote.
+
+    Args:
+        path: where to. A link is not followed.
+        mark: regular expression for the first 4 KiB of each file of this kind.
+        write: takes the open file.
+
+    Raises:
+        ConfigError, OSError: it cannot be written, or what is there has no mark.
+    """
+    check_own(path, mark)
+    unfinished = path.with_name(f".egeria-{secrets.token_hex(8)}")
+    try:
+        with unfinished.open("xb") as file:
+            write(file)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _open_safely(path: str | Path, flags: int) -> int:
+    """Open a file so that a link is not followed, and a pipe not waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

@@ -19,7 +19,7 @@ from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
 from egeria.events import CacheDecided
-from egeria.journal import Recorder
+from egeria.journal import Recorder, run_directory
 from egeria.model.cut import LayerModule
 from egeria.model.passes import Batch
 
@@ -44,6 +44,10 @@ class Cache:
     _generation: Generation | None = None
     _number: int = 0  # of the generation
     _is_own_pass: bool = False
+
+    def __post_init__(self) -> None:
+        if self.settings.directory is not None:  # at attach: the program may change its folder
+            self.directory = run_directory(self.settings.directory)
 
     def follow(self, modules: Sequence[LayerModule], epochs_ahead: float | None) -> None:
         """Move the boundary to the end of these frozen layer modules; delete what was stored.
@@ -127,10 +131,9 @@ class Cache:
         if not self.settings.is_on_disk:
             share = self.settings.memory_share / self.num_local
             return MemoryStore(int(free_memory_bytes() * share))
-        directory = self.settings.directory or self.directory
-        if directory is None:
+        if self.directory is None:
             raise UncacheableError("there is no directory for a file")
-        return FileStore(Path(directory), self.settings.limit_bytes)
+        return FileStore(self.directory, self.settings.limit_bytes)
 
     def _decide(self, boundary: str, reason: str, *, mode: str = "computed") -> None:
         which = {"step": self.recorder.step, "generation": self._number}

@@ -22,7 +22,7 @@ import egeria
 from egeria.config import Config
 from egeria.distributed.ranks import rank, together
 from egeria.errors import brief
-from egeria.journal import FILE_NAME, Recorder
+from egeria.journal import FILE_NAME, Recorder, replace_file, run_directory
 from egeria.policy import Maker
 from egeria.report.trackers import scalars
 from egeria.session.attach import resume
@@ -115,7 +115,7 @@ class EgeriaCallback(TrainerCallback):
         trainer, saved = self._trainer, self._saved_state()
         # A trial of a search has a folder of its own.
         output = Path(trainer._get_output_dir(trial=getattr(trainer, "_trial", None)))
-        folder = output / DIRECTORY if self._directory is None else Path(self._directory)
+        folder = run_directory(self._directory or output / DIRECTORY)
         given = trainer.model_wrapped, trainer.optimizer, trainer.callback_handler.train_dataloader
         settings = {"scheduler": trainer.lr_scheduler, "config": self._config}
         attach = functools.partial(egeria.attach, *given, **settings)
@@ -189,9 +189,8 @@ class EgeriaCallback(TrainerCallback):
 
 def _save(run: egeria.Run, path: Path) -> None:
     journal = DIRECTORY if run.directory is None else run.directory.name
-    unfinished = path.with_suffix(".part")
-    torch.save({"journal": journal, "run": run.state_dict()}, unfinished)
-    unfinished.replace(path)
+    state = {"journal": journal, "run": run.state_dict()}
+    replace_file(path, rb"journal", lambda file: torch.save(state, file))
 
 
 def _read(path: Path) -> dict[str, Any]:

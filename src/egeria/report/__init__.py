@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from egeria.journal import read_journal
+from egeria.errors import EgeriaError, brief, printable
+from egeria.journal import read_journal, replace_file
 from egeria.report.summary import Clock, DepthPoint, Metric, Pace, Summary
-from egeria.report.text import cautions, headline, printable, verdict
+from egeria.report.text import cautions, headline, verdict
 
+# In each page of ours; those from before there was this element have it in the title.
+_MARK = rb'<meta name="generator" content="egeria">|: egeria report</title>'
 __all__ = ["Clock", "DepthPoint", "Metric", "Pace", "Report", "Summary", "report"]
 
 
@@ -24,11 +27,13 @@ class Report:
         lines = [f"egeria report: {summary.title}, {summary.name}", verdict(summary)]
         lines += [f"  {label:<{width}}  {value}" for label, value in rows]
         lines += [f"  note: {caution}" for caution in cautions(summary)]
-        return "\n".join([*map(printable, lines), self.message])
+        return "\n".join(map(printable, [*lines, self.message]))
 
 
 def report(directory: str | Path) -> Report:
     """Summarise a run and write `report.html` beside its journal.
+
+    A `report.html` that egeria did not write stays as it is; `path` is None then.
 
     Args:
         directory: the run's directory, or the journal file in it. The run may still be going on.
@@ -41,10 +46,13 @@ def report(directory: str | Path) -> Report:
 
     journal = read_journal(directory)
     path = journal.directory / "report.html"
-    summary = Summary.from_events(journal, path.parent, num_damaged=journal.num_damaged)
+    summary = Summary.from_events(journal, path.parent)
     try:
-        path.write_bytes(render_page(summary).encode("utf-8", errors="replace"))
-    except OSError as error:
-        message = f"{path} cannot be written: {error}. Copy the journal to a writable directory."
+        page = render_page(summary).encode("utf-8", errors="replace")
+        replace_file(path, _MARK, lambda file: file.write(page))
+    except Exception as error:  # numbers that come from anywhere may not be drawn
+        next_step = "Copy the journal to a writable directory."
+        is_ours = isinstance(error, EgeriaError)
+        message = str(error) if is_ours else f"No page {path}: {brief(error)}. {next_step}"
         return Report(summary=summary, path=None, message=message)
     return Report(summary=summary, path=path, message=f"page: {path}")

@@ -37,6 +37,7 @@ _STYLE: dict[Any, Any] = {
     **{"axes.grid": True, "grid.linewidth": 0.5, "legend.frameon": False},
     "path.simplify_threshold": 1.0,  # in pixels, so that the page of a long run stays small
 }
+_LARGEST = 1e30  # number that is drawn
 _STAIRS = {"drawstyle": "steps-post"}
 
 
@@ -102,7 +103,7 @@ def _event(event: Event) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a panel; values that are missing or not finite leave gaps."""
+    """One line of a panel; values that are missing, not finite or too large leave gaps."""
 
     label: str
     steps: Sequence[float]
@@ -206,7 +207,7 @@ def _draw(panels: list[Panel], summary: Summary) -> str:
 def _draw_panel(panel: Panel, axes: Any, summary: Summary) -> None:
     axes.set_title(_drawable(panel.title), loc="left")
     for curve in panel.curves:
-        values = [e if e is not None and math.isfinite(e) else math.nan for e in curve.values]
+        values = [e if e is not None and abs(e) < _LARGEST else math.nan for e in curve.values]
         marker = {"marker": "."} if len(values) == 1 else {}
         axes.plot(curve.steps, values, label=_drawable(curve.label), **marker, **curve.style)
     if panel.is_log:

@@ -1,19 +1,17 @@
 """`Summary`: every number about a run, from its events, while it goes on and afterwards."""
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from egeria import events, policy
 from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed, RunStarted
 
-Kind = TypeVar("Kind", bound=Event)
 _NOTHING: dict[str, Any] = {"config": {}, "modules": [], "trainable": [], "environment": {}}
 _NOTHING |= {"deepest_freeze": 0, "interval_steps": 0, "total_steps": None}
 FEW_STEPS = 30  # with nothing frozen, under which their time says little
@@ -77,7 +75,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(events.EventsByKind):
     """The numbers of a run so far; shares are from 0 to 1, and what is unknown is None."""
 
     name: str  # of the directory
@@ -91,8 +89,9 @@ class Summary:
     closed: bool  # False while it goes on, or after a crash
     stage: str  # 'bootstrapping' or 'knowledge-guided'
     num_resumed: int
-    num_earlier_runs: int  # in the same directory; they do not count
+    num_other_runs: int  # in the same directory; they do not count
     num_damaged: int  # lines of the journal that could not be read
+    first_damaged: int | None  # number of the first of them
 
     @classmethod
     def from_events(
@@ -102,14 +101,13 @@ class Summary:
         *,
         step: int = 0,
         started: RunStarted = UNKNOWN_START,
-        num_damaged: int = 0,
     ) -> "Summary":
         """Return the summary of a run, live or finished.
 
-        Events after the step of a loaded state do not count, nor earlier runs in the same
+        Events after the step of a loaded state do not count, nor other runs in the same
         directory. Give `step` and `started` for a run that goes on.
         """
-        processes, num_earlier_runs = _course(found)
+        processes, num_other_runs = _course(found)
         kept = tuple(itertools.chain(*processes))
         started = next((e for e in reversed(kept) if isinstance(e, RunStarted)), started)
         begin = next((e for e in kept if isinstance(e, (Resumed, IntervalMeasured))), None)
@@ -127,17 +125,10 @@ class Summary:
             closed=any(isinstance(event, RunClosed) for event in (processes or [[]])[-1]),
             stage=stages[-1],
             num_resumed=len(processes) - 1,
-            num_earlier_runs=num_earlier_runs,
-            num_damaged=num_damaged,
+            num_other_runs=num_other_runs,
+            num_damaged=getattr(found, "num_damaged", 0),
+            first_damaged=getattr(found, "first_damaged", None),
         )
-
-    def of(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of one kind."""
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def last(self, kind: type[Kind]) -> Kind | None:
-        """Return the latest event of one kind, or None."""
-        return next(reversed(self.of(kind)), None)
 
     @property
     def title(self) -> str:
@@ -215,7 +206,7 @@ class Summary:
     @cached_property
     def intervals(self) -> list[IntervalMeasured]:
         """The intervals with steps and a time; others say nothing about the pace."""
-        return [e for e in self.of(IntervalMeasured) if e.num_steps and e.iteration_wall_s > 0]
+        return [e for e in self.of(IntervalMeasured) if e.num_steps > 0 and e.iteration_wall_s > 0]
 
     @cached_property
     def paces(self) -> tuple[Pace, ...]:
@@ -223,12 +214,11 @@ class Summary:
         found = []
         for frozen in sorted({interval.frozen for interval in self.intervals}):
             group = [interval for interval in self.intervals if interval.frozen == frozen]
-            times = [(each.iteration_wall_s, each.iteration_cpu_s) for each in group]
-            # Each interval counts as often as it has steps.
-            num_steps = [each.num_steps for each in group]
-            wall_s, cpu_s = map(float, np.median(np.repeat(times, num_steps, axis=0), axis=0))
+            wall_s = _median([(each.iteration_wall_s, each.num_steps) for each in group])
+            cpu_s = _median([(each.iteration_cpu_s, each.num_steps) for each in group])
             most = max(each.memory_bytes or 0 for each in group)
-            found.append(Pace(frozen, sum(num_steps), wall_s, cpu_s, most or None))
+            num_steps = sum(each.num_steps for each in group)
+            found.append(Pace(frozen, num_steps, wall_s, cpu_s, most or None))
         return tuple(found)
 
     @cached_property
@@ -288,13 +278,21 @@ def backward_shares(forward: Sequence[float], trained: Sequence[float]) -> list[
     return [part / total for part in backward] if total else backward
 
 
+def _median(counted: list[tuple[float, int]]) -> float:
+    """Return the median of values that each count as often as the number beside them says."""
+    ordered = sorted(counted)
+    ends = list(itertools.accumulate(amount for _, amount in ordered))
+    middle = (ordered[bisect.bisect(ends, (ends[-1] - odd) // 2)][0] for odd in (1, 0))
+    return sum(middle) / 2
+
+
 def ratio(part: float | None, whole: float | None) -> float | None:
     """Return a part as a share of the whole; None if one is unknown."""
     return part / whole if part is not None and whole is not None and whole > 0 else None
 
 
 def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
-    """Return the events of the last run, by process, and the number of earlier runs."""
+    """Return the events of the newest run, by process, and the number of other runs."""
     processes: list[list[Event]] = []
     for event in found:
         is_start = isinstance(event, RunStarted)
@@ -305,7 +303,7 @@ def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
     num_left_out = 0
     for process in processes:
         if kept and not any(isinstance(event, Resumed) for event in process):
-            if not process[-1].step:
+            if not any(event.step for event in process):
                 continue  # an attempt that never stepped
             kept, num_left_out = [], num_left_out + 1
         kept.append([])

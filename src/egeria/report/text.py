@@ -49,11 +49,6 @@ def plural(amount: int, singular: str) -> str:
     return f"{amount:,} {singular}{'' if amount == 1 else 's'}"
 
 
-def printable(text: str) -> str:
-    """Replace what could steer a terminal; names and reasons come from anywhere."""
-    return "".join(c if c.isprintable() else "�" for c in text.replace(_SPACE, " "))
-
-
 def progress(summary: Summary) -> str:
     """Return how far the run came."""
     total = summary.total_steps
@@ -154,15 +149,16 @@ def _doubts(summary: Summary) -> list[tuple[object, str]]:
     last_unfrozen = max((e.step for e in summary.intervals if not e.frozen), default=0)
     is_early = is_estimate and last_unfrozen <= EARLY_SHARE * (total or step)
     ended = f"The run ended after {step:,} of the {total:,} steps of total_steps"
-    begins, earlier = f"{summary.first_step:,}", plural(summary.num_earlier_runs, "earlier run")
-    damaged, unfrozen = plural(summary.num_damaged, "line"), plural(summary.num_unfrozen, "step")
+    begins, others = f"{summary.first_step:,}", plural(summary.num_other_runs, "other run")
+    damaged, first = plural(summary.num_damaged, "line"), f"line {summary.first_damaged}"
+    unfrozen = plural(summary.num_unfrozen, "step")
     return [
         (is_short, f"{ended}, which counts steps of the optimizer and not batches."),
         (not summary.closed, f"The run was not closed: the numbers stand as of step {step:,}."),
         (summary.first_step, f"The journal begins at step {begins}; another has what came before."),
         (summary.num_resumed, f"The run was resumed {plural(summary.num_resumed, 'time')}."),
-        (summary.num_earlier_runs, f"The directory also holds {earlier}, left out here."),
-        (summary.num_damaged, f"{damaged} of the journal could not be read."),
+        (summary.num_other_runs, f"The directory also holds {others}, left out here."),
+        (summary.num_damaged, f"{damaged} of the journal could not be read, the first is {first}."),
         (is_rough, f"Only {unfrozen} ran unfrozen: what they take is computed from module sizes."),
         (is_estimate, "Time saved is estimated; on CPUs it was 1.1 points too low, at most 2.7."),
         (is_early, "A little less was saved: only the first steps, the slow ones, ran unfrozen."),

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from egeria import events
 from egeria.config import Config
 from egeria.distributed.ranks import all_or_none, exchange, rank
-from egeria.errors import ConfigError, JournalError, StateError, brief
-from egeria.journal import EgeriaWarning, Recorder, read_journal, run_directory
+from egeria.errors import ConfigError, StateError, brief, printable
+from egeria.journal import EgeriaWarning, Recorder, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
-from egeria.report.text import duration, plural, printable, progress
+from egeria.report.text import duration, plural, progress
 from egeria.report.trackers import Tracker, find_trackers, scalars
 from egeria.session import checks
 from egeria.session.clock import Seconds, read_loss
@@ -92,8 +92,9 @@ def attach(
         _check_unwatched(inner)
         checks.check_plan(settings.policy, inner, loader, total_steps)
         trackers = find_trackers(log_to) if leads else []
+        folder = run_directory(directory) if leads else None
     checks.agree_on_the_run(settings, total_steps)
-    recorder = Recorder(run_directory(directory) if leads else None, echoes=not leads)
+    recorder = Recorder(folder, echoes=not leads)
     pretrained = checks.is_pretrained(settings, inner)
     shared = exchange((pretrained, recorder.directory), "attach")
     training = Training(
@@ -301,18 +302,14 @@ class Showing:
         config, total_steps = training.config.to_dict(), training.total_steps
         self._started = replace(UNKNOWN_START, config=config, total_steps=total_steps)
         self._own = list[events.Event]()
-        # Events that were in the journal before; they count once a state is loaded.
-        self._earlier: tuple[events.Event, ...] = ()
-        if self._recorder.directory is not None:
-            with suppress(JournalError):  # there is none, or it is of a newer version
-                self._earlier = read_journal(self._recorder.directory).events
         self._is_resumed = self._has_news = False
-        self._logged_step = -1
+        self._logged_step, self._num_modules = -1, 0
         self._recorder.listen(self._take_in)
 
     def summary(self) -> Summary:
         """Return where the run stands."""
-        found = [*(self._earlier if self._is_resumed else ()), *self._own]
+        # What was in the journal before counts once a state is loaded.
+        found = [*(self._recorder.earlier if self._is_resumed else ()), *self._own]
         directory, step = self._recorder.directory, self._recorder.step
         return Summary.from_events(found, directory, step=step, started=self._started)
 
@@ -320,11 +317,13 @@ class Showing:
         """Log to the trackers what is new, and warn if the directory has another run's journal."""
         if self._has_news:
             self.log()
-        if not self._is_resumed and any(event.step for event in self._earlier):
+        is_shared = self._recorder.is_shared
+        if is_shared or (self._recorder.is_used and not self._is_resumed):
+            other = "another run, which is not closed" if is_shared else "another run"
             self._recorder.warn(
                 "a used directory",
                 f"egeria: the report shows this run alone: {self._recorder.directory} already "
-                "holds the journal of another run. Give each a `directory` of its own; to continue "
+                f"holds the journal of {other}. Give each a `directory` of its own; to continue "
                 "the other, call run.load_state_dict before the first step.",
             )
 
@@ -335,15 +334,18 @@ class Showing:
         self._has_news |= isinstance(event, LOGGED)
         if not self._speaks:
             return
-        if isinstance(event, events.PlanMade):
+        if isinstance(event, events.RunStarted):
+            self._num_modules = len(event.modules)
+        elif isinstance(event, events.PlanMade):
             skipped = event.skipped_share
             skips = "" if skipped is None else f", skips {skipped:.0%} of the compute"
             plan = f"the plan is {event.plan!r}{skips}" if event.plan else "nothing is frozen"
-            logger.info("%s: %s", plan, event.reason)
+            logger.info("%s: %s", plan, printable(event.reason))
         elif isinstance(event, events.ModuleFrozen):
-            depth = f"{event.frozen} of {len(self.summary().modules)} layer modules"
+            depth = f"{event.frozen} of {self._num_modules} layer modules"
             share = f"{100 * event.parameter_share:.0f} % of the trainable parameters"
-            logger.info("step %d: froze %s (%s, %s)", event.step, event.name, depth, share)
+            name = printable(event.name)
+            logger.info("step %d: froze %s (%s, %s)", event.step, name, depth, share)
         elif isinstance(event, events.Thawed):
             thawed = f"thawed all frozen layers ({plural(event.frozen_before, 'layer module')})"
             logger.info("step %d: %s: %s", event.step, thawed, event.reason)
@@ -358,7 +360,7 @@ class Showing:
                 tracker.log(scalars(self.summary()), step)
             except Exception as error:  # it is not called again
                 self._trackers.remove(tracker)
-                failed = f"{tracker.name} could not be logged to ({type(error).__name__}: {error})"
+                failed = f"{tracker.name} could not be logged to ({brief(error)})"
                 message = f"egeria: {failed}. Nothing more is sent to it; training continues."
                 self._recorder.warn(f"tracker {id(tracker)}", message)
 

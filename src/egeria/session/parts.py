@@ -161,10 +161,11 @@ def run_started(training: Training, parts: Parts | None, interval_steps: int) ->
     """Return the first event of a journal; without parts nothing can be frozen."""
     modules = parts.cut.modules if parts else ()
     count: Any = parts and parts.applier.count
+    facts: Any = [{**asdict(entry), "num_trainable": count(entry)} for entry in modules]
     return RunStarted(
         step=0,
         config=training.config.to_dict(),
-        modules=[{**asdict(entry), "num_trainable": count(entry)} for entry in modules],
+        modules=facts,
         trainable=list(parts.cut.trainable) if parts else [],
         deepest_freeze=parts.applier.deepest if parts else 0,
         rule=training.rule_name,
