@@ -6,7 +6,6 @@ import math
 import warnings
 from contextlib import contextmanager
 from types import UnionType
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,9 +21,9 @@ VALUES = {
     str: "“line”\nbreak",
     list[bool]: [True],
     dict[str, float]: {"accuracy": 0.5},
-    dict[str, Any]: {"torch": "2.11.0", "threads": [1, 2.5, None]},
-    dict[str, dict[str, Any]]: {"plasticity": {"window": 3}},
-    list[dict[str, Any]]: [{"name": "stem", "num_parameters": 2, "num_trainable": 1, "share": 0.5}],
+    dict[str, events.Plain]: {"torch": "2.11.0", "threads": 2.5, "data": None},
+    dict[str, dict[str, events.Plain]]: {"plasticity": {"window": 3}},
+    list[events.ModuleFacts]: [{"name": "stem", "num_parameters": 2, "num_trainable": 1, "share": 0.5}],
 }
 """By the type of a field."""
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria import tree
-from egeria.config import Config, PolicyConfig, check, count, optional
+from egeria.config import Config, PolicyConfig, check, count, optional, satisfies
 from egeria.distributed.ranks import world_size
 from egeria.errors import ConfigError, brief
 from egeria.events import Declined, FaultCaught
@@ -168,6 +168,7 @@ def advise(
     """
     settings, optimizers = read_config(config, "inline", None), _checked(model, optimizer)
     check("rounds", rounds, count())
+    check("loss", loss, satisfies(lambda x: x is None or callable(x), "a function of a batch"))
     settings = replace(
         settings,
         # Found now, since training changes the normalisation layers.

@@ -282,7 +282,8 @@ class Config:
                 raise OSError("it is no regular file")  # a pipe would be waited for
             return cls.from_toml(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, RuntimeError) as error:
-            raise ConfigError(f"{path} must be a readable TOML file: {error}") from error
+            what = f"{path} must be a readable TOML file: {str(error).rstrip('.')}"
+            raise ConfigError(f"{what}. Give the path of one.") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""

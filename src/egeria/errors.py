@@ -4,7 +4,7 @@ import re
 
 # Of a URL: what stands before its host, and the values of what is named like a key.
 _SECRETS = re.compile(
-    r'(?P<user>//)[^/\s"\\]*(?::[^\s"\\]*)?(?=@)'
+    r'(?P<user>:/{1,2})[^\s"\\]*(?=@)'
     r"""|(?P<key>(?:token|key|keyid|sig|signature|secret|password|pwd)=)[^\s&"'\\]+""",
     re.IGNORECASE,
 )
@@ -25,7 +25,8 @@ class EgeriaError(Exception):
     """The base class of every error that egeria raises on purpose."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        text = printable(super().__str__())
+        return text if len(text) < 1500 else f"{text[:1000]} ... {text[-400:]}"
 
 
 class ConfigError(EgeriaError, ValueError):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,12 +65,11 @@ def read_journal(directory: str | Path) -> Journal:
         ) from error
 
 
-def _read(path: Path, before: str | None = None, left_out: tuple[str, ...] = ()) -> Journal:
-    """Read the lines before the run of an id, but for those that begin in one of these ways."""
+def _read(path: Path) -> Journal:
     runs, damaged = dict[object, list[Event]](), set[int]()  # runs by their ids
     read = json.JSONDecoder(parse_int=_whole).raw_decode
     opened: object = 0  # stands for the id of a run from when there were none
-    for number, line in _lines(path, f'"run":"{before}"', left_out):
+    for number, line in _lines(path):
         try:
             record, end = read(line)
             if line[end:].strip():
@@ -103,7 +102,7 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _lines(path: Path, end: str, left_out: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield lines of a file with their numbers; one that is too long comes in parts."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no regular file")
@@ -111,9 +110,7 @@ def _lines(path: Path, end: str, left_out: tuple[str, ...]) -> Iterator[tuple[in
         number, is_whole = 0, True
         while line := file.readline(_LONGEST_LINE):
             number, is_whole = number + is_whole, line.endswith("\n")
-            if end in line:
-                return
-            if not line.isspace() and not line.startswith(left_out):
+            if not line.isspace():
                 yield number, line
 
 
@@ -143,14 +140,6 @@ class Recorder:
         self._listeners: dict[object, Callable[[Event], object]] = {}
         if directory is not None:
             self._guard(lambda: self._open(directory / FILE_NAME))
-
-    @cached_property
-    def earlier(self) -> tuple[Event, ...]:
-        """The events of earlier runs in the same journal, but for metrics."""
-        with suppress(OSError, ValueError, JournalError):  # there is none, or of a newer version
-            path = (self.directory or Path()) / FILE_NAME
-            return _read(path, self.run, ('{"event":"metric"',)).events
-        return ()
 
     def write(self, event: Event) -> None:
         """Append an event to the journal; it is with the operating system when this returns."""

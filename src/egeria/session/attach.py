@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from egeria import events
 from egeria.config import Config
-from egeria.distributed.ranks import all_or_none, exchange, rank
-from egeria.errors import ConfigError, StateError, brief, printable
-from egeria.journal import EgeriaWarning, Recorder, run_directory
+from egeria.distributed.ranks import all_or_none, rank
+from egeria.errors import ConfigError, JournalError, StateError, brief, printable
+from egeria.journal import EgeriaWarning, Recorder, read_journal, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
 from egeria.policy import Maker, Plan
@@ -93,10 +93,9 @@ def attach(
         checks.check_plan(settings.policy, inner, loader, total_steps)
         trackers = find_trackers(log_to) if leads else []
         folder = run_directory(directory) if leads else None
-    checks.agree_on_the_run(settings, total_steps)
+        pretrained = checks.is_pretrained(settings, inner)
+    pretrained, shared = checks.agree(settings, total_steps, pretrained, folder)
     recorder = Recorder(folder, echoes=not leads)
-    pretrained = checks.is_pretrained(settings, inner)
-    shared = exchange((pretrained, recorder.directory), "attach")
     training = Training(
         model=inner,
         given=given,
@@ -109,8 +108,8 @@ def attach(
         total_steps=total_steps,
         recorder=recorder,
         compilation=Compilation() if is_compiled(given) or is_compiled(inner) else None,
-        is_pretrained=any(told for told, _ in shared),  # a rank may hold too little to tell
-        directory=shared[0][1],
+        is_pretrained=pretrained,
+        directory=shared,
     )
     showing = Showing(training, trackers, speaks=leads)
     try:
@@ -301,17 +300,15 @@ class Showing:
         self._recorder, self._trackers, self._speaks = training.recorder, trackers, speaks
         config, total_steps = training.config.to_dict(), training.total_steps
         self._started = replace(UNKNOWN_START, config=config, total_steps=total_steps)
-        self._own = list[events.Event]()
+        self._events = list[events.Event]()
         self._is_resumed = self._has_news = False
         self._logged_step, self._num_modules = -1, 0
         self._recorder.listen(self._take_in)
 
     def summary(self) -> Summary:
         """Return where the run stands."""
-        # What was in the journal before counts once a state is loaded.
-        found = [*(self._recorder.earlier if self._is_resumed else ()), *self._own]
         directory, step = self._recorder.directory, self._recorder.step
-        return Summary.from_events(found, directory, step=step, started=self._started)
+        return Summary.from_events(self._events, directory, step=step, started=self._started)
 
     def end_step(self) -> None:
         """Log to the trackers what is new, and warn if the directory has another run's journal."""
@@ -327,10 +324,19 @@ class Showing:
                 "the other, call run.load_state_dict before the first step.",
             )
 
+    def _read_earlier(self) -> None:
+        """Have what was in the journal before count too."""
+        with suppress(JournalError):  # nothing is written
+            found = read_journal(self._recorder.directory or "")
+            if found.events[-1:] == tuple(self._events[-1:]):
+                self._events = [e for e in found if not isinstance(e, events.MetricLogged)]
+
     def _take_in(self, event: events.Event) -> None:
         if not isinstance(event, events.MetricLogged):  # there may be one for each step
-            self._own.append(event)
-        self._is_resumed |= isinstance(event, events.Resumed)
+            self._events.append(event)
+        if isinstance(event, events.Resumed):
+            self._is_resumed = True
+            self._read_earlier()
         self._has_news |= isinstance(event, LOGGED)
         if not self._speaks:
             return

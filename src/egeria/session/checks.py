@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from egeria import tree
 from egeria.config import Config, PolicyConfig, check, count, optional
 from egeria.distributed import ddp, fsdp2
-from egeria.distributed.ranks import LostError, RankError, exchange, world_size
+from egeria.distributed.ranks import LostError, RankError, exchange
 from egeria.errors import ConfigError, StateError
 from egeria.model.cut import is_mostly_trained
 from egeria.moves import resolve
@@ -177,20 +177,25 @@ def check_plan(
         find_plan(settings, ("",) * 3, total_steps, **facts)
 
 
-def agree_on_the_run(config: Config, total_steps: int | None) -> None:
-    """Raise ConfigError unless all ranks have the same settings and total steps."""
-    if world_size() == 1:
-        return
+def agree(
+    config: Config, total_steps: int | None, pretrained: bool, directory: Path | None
+) -> tuple[bool, Path | None]:
+    """Return whether a rank found trained weights, since one may hold few, and rank 0's directory.
+
+    Raises ConfigError unless all ranks have the same settings and total steps.
+    """
     # No decision depends on controller and cache. Addresses of objects differ by rank.
-    settings = {**config.to_dict(), "controller": None, "cache": None}
-    text = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))
-    rows = exchange((total_steps, text), "attach")
-    if apart := [number for number, row in enumerate(rows) if row != rows[0]]:
+    settings = str({**config.to_dict(), "controller": None, "cache": None})
+    own = total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", settings)
+    rows = exchange((own, pretrained, directory), "attach")
+    if apart := [number for number, row in enumerate(rows) if row[0] != rows[0][0]]:
+        steps = [row[0][0] for row in rows]
         raise ConfigError(
             "All processes of a job attach with the same total_steps and settings; rank "
-            f"{apart[0]} has others than rank 0, total_steps being {[row[0] for row in rows]}. "
+            f"{apart[0]} has others than rank 0, total_steps being {steps}. "
             "Give attach those of rank 0 on every rank."
         )
+    return any(row[1] for row in rows), rows[0][2]
 
 
 def check_state(state: Any) -> None:
