@@ -137,7 +137,7 @@ class EgeriaCallback(TrainerCallback):
             return None
         path, read = self._checkpoint / STATE_FILE, list[dict[str, Any]]()
         try:
-            together(lambda: read.append(_read(path)), "Trainer.train")
+            together(lambda: read.append(dict(torch.load(path, "cpu", weights_only=True))))
         except Exception as error:  # a damaged file may raise anything
             reason = f"{path} cannot be read ({brief(error)}); it begins anew from here"
             self._notes.decline("resuming", reason)
@@ -191,13 +191,6 @@ def _save(run: egeria.Run, path: Path) -> None:
     journal = DIRECTORY if run.directory is None else run.directory.name
     state = {"journal": journal, "run": run.state_dict()}
     replace_file(path, rb"journal", lambda file: torch.save(state, file))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(saved, dict):
-        raise egeria.StateError(f"it holds {type(saved).__name__} and no state")
-    return saved
 
 
 def _unused(directory: Path) -> Path:
