@@ -1,7 +1,9 @@
 """Wrong input of every kind, generated: each is taken or refused with an error of egeria, and nothing is half done."""
 
 import copy
+import io
 import math
+import re
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -203,3 +205,38 @@ def test_a_damaged_state_is_refused_and_nothing_has_changed(policy, tmp_path):
     run.load_state_dict(state)
     assert run.summary().step == 10
     run.close()
+
+
+# --- files that run code --------------------------------------------------------------------------
+
+
+class Harmful:
+    """Runs code when it is unpickled without `weights_only=True`."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return Path.touch, (self.place,)
+
+
+def test_nothing_that_is_read_runs_code(tmp_path):
+    model, optimizer, run = training(tmp_path / "run")
+    make_steps(model, optimizer, run, 3)
+    torch.save({**run.state_dict(), "engine": Harmful(tmp_path / "harm")}, file := io.BytesIO())
+    with pytest.raises(StateError, match="cannot be read"):
+        run.packed.load_state_dict({"state": file.getvalue()})
+    assert not (tmp_path / "harm").exists()
+    run.close()
+
+
+def test_every_file_is_read_with_weights_only():
+    source = Path(egeria.__file__).parent
+    calls = [
+        f"{path.name}: {line.strip()}"
+        for path in source.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"torch\.load\(|pickle\.loads?\(", line) and "weights_only=True" not in line
+    ]
+    # A file without a name, of the controller process that we start, and what the ranks of a job exchange.
+    assert sorted(call.partition(":")[0] for call in calls) == ["process.py", "ranks.py"]
