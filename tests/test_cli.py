@@ -140,12 +140,6 @@ def test_report_prints_the_summary_and_writes_the_page(run, command):
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!")
 
 
-def test_a_directory_without_a_journal_ends_with_status_2(command, tmp_path):
-    status, output, errors = command("report", tmp_path / "nowhere[/x]")
-    assert (status, output) == (2, "")
-    assert errors.startswith("egeria report: ") and "nowhere[/x]" in errors and "cannot be read" in errors
-
-
 def test_doctor_tries_the_directory(command, tmp_path):
     (tmp_path / "disk[x]").mkdir()
     status, output, errors = command("doctor", "--directory", tmp_path / "disk[x]")

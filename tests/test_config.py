@@ -109,13 +109,6 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
         Config.load(path)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    path = tmp_path / "settings.toml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"settings\.toml must be a readable TOML file"):
-        Config.load(path)
-
-
 counts = st.integers(1, 10**12)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 configs = st.builds(

@@ -89,16 +89,6 @@ def test_a_torn_last_line_costs_one_event_and_the_next_writer_starts_afresh(kept
     assert ([event.values["a"] for event in reopened], reopened.num_damaged) == ([1.0, 3.0], 1)
 
 
-FOREIGN = ["no json", "\x00\x00\x00", "[" * 100_000, "1" * 5000, "3", "[]", "null", {"step": 3}, {"event": "frozen"}]
-FOREIGN += [{"event": kind, "step": 3} for kind in ("of another program", [], None)]
-
-
-def test_foreign_lines_are_counted_and_left_out(tmp_path):
-    write_lines(tmp_path, OPENED, *FOREIGN, logged(a=1.0).to_dict(), "", "  ")
-    journal = read_journal(tmp_path)
-    assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], len(FOREIGN))
-
-
 def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
     write_lines(tmp_path, OPENED, {**FROZEN.to_dict(), "mood": "good"})
     assert read_journal(tmp_path).events == (FROZEN,)
@@ -112,17 +102,6 @@ def test_a_newer_schema_is_refused(tmp_path):
         message = str(refusal.value)
         assert f"up to schema {events.SCHEMA_VERSION}" in message
         assert f"has schema {version!r}" in message and "newer one" in message
-
-
-@pytest.mark.parametrize("kind", ["no directory", "empty directory", "directory in its place"])
-def test_a_missing_journal_is_an_error_that_names_the_place(kind, tmp_path):
-    directory = tmp_path / "run"
-    if kind != "no directory":
-        directory.mkdir()
-    if kind == "directory in its place":
-        (directory / FILE_NAME).mkdir()
-    with pytest.raises(JournalError, match=r"(?s)holds a journal\.jsonl; .*run.* cannot be read: .*Give the directory"):
-        read_journal(directory)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

@@ -11,7 +11,6 @@ from torch import nn
 import egeria
 from egeria import events
 from egeria.config import Config
-from egeria.errors import JournalError
 from egeria.journal import Recorder
 from egeria.report import Summary, report
 from egeria.report.summary import backward_shares
@@ -303,21 +302,6 @@ def test_a_resumed_run_leaves_out_what_it_went_back_on(tmp_path):
     assert summary.wall.unfrozen_iteration_s == pytest.approx(0.11)
     assert summary.wall.saved_s == pytest.approx(10 * 0.03 + 20 * 0.05 - 0.04 - 0.03)
     assert not summary.of(events.FaultCaught)
-
-
-def test_a_torn_last_line_is_counted_and_left_out(tmp_path):
-    write(tmp_path, run_of_75_steps()[:-1])
-    with (tmp_path / "journal.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"event":"interval","step":80,"los')
-    made = report(tmp_path)
-    assert made.summary.num_damaged == 1
-    assert made.summary.step == 70
-    assert "not closed" in str(made) and "1 line of the journal" in str(made)
-
-
-def test_a_missing_journal_is_an_error(tmp_path):
-    with pytest.raises(JournalError, match=r"journal\.jsonl"):
-        report(tmp_path)
 
 
 def test_what_a_session_thaws_for_good_is_not_frozen(tmp_path):

@@ -203,29 +203,6 @@ def test_a_directory_is_a_folder_of_this_host(directory, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path):
-    frozen_loop(tmp_path).run.close()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        model, optimizer = fresh()
-        second = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
-        assert [str(each.message) for each in found if each.category is EgeriaWarning] == []
-    told = tell(lambda: steps_of(second, model, optimizer, 4))
-    assert len(told) == 1 and "already holds the journal of another run" in told[0] and "load_state_dict" in told[0]
-    second.close()
-    summary = egeria.report(tmp_path).summary
-    assert (summary.step, summary.num_other_runs) == (4, 1)
-
-
-def steps_of(run, model, optimizer, count):
-    """Count steps of a loop that calls the model and changes nothing."""
-    args, kwargs = PARTS.example(torch.Generator().manual_seed(0))
-    for _ in range(count):
-        (0 * model.train()(*args, **kwargs).sum()).backward()
-        optimizer.step()
-        run.step(1.0)
-
-
 def fresh():
     model = PARTS.build()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

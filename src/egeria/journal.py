@@ -81,8 +81,8 @@ def _read(path: Path) -> Journal:
                     raise JournalError(f"{known}, {path} has schema {version!r}. Use a newer one.")
                 runs.setdefault(record.get("run", opened), [])
             else:
-                event = read_event(record)
-                runs.setdefault(record.get("run", opened), []).append(event)
+                run, event = record.get("run", opened), read_event(record)
+                runs.setdefault(run, []).append(event)
         except (LookupError, TypeError, ValueError, RecursionError):
             damaged.add(number)
     if damaged and not runs:

@@ -213,7 +213,7 @@ def _draw_panel(panel: Panel, axes: Any, summary: Summary) -> None:
     if panel.is_log:
         axes.set_yscale("log", nonpositive="mask")
     if panel.top is not None:
-        axes.set_ylim(0, panel.top)
+        axes.set_ylim(0, min(panel.top, _LARGEST))
     for before, after in itertools.pairwise(summary.depths):
         line = ":" if after.frozen > before.frozen else "--"
         axes.axvline(after.step, color="gray", linestyle=line)

@@ -1,0 +1,235 @@
+"""Files and folders that are damaged, not ours, or in the way: none is lost, and none breaks a training."""
+
+import os
+import time
+import tracemalloc
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria import ConfigError, JournalError, cli, events, read_journal
+from egeria.config import Config
+from egeria.errors import EgeriaError
+from egeria.journal import FILE_NAME, Recorder
+from test_journal import EXAMPLES, FROZEN, OPENED, READ, logged, warned, write, write_lines
+
+STARTED = next(event for event in EXAMPLES if isinstance(event, events.RunStarted))
+MODULE = STARTED.modules[0]
+
+
+def attached(directory, **given):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = egeria.attach(model, optimizer, directory=directory, plan="0.5:1", total_steps=10, **given)
+
+    def train(count):
+        for _ in range(count):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            run.step(1.0)
+
+    return run, train
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 0
+
+
+# --- lines of a journal ------------------------------------------------------------------------
+
+FOREIGN = ["no json", "\x00\x00\x00", "[" * 100_000, "1" * 5000, "3", "[]", "null", {"step": 3}, {"event": "frozen"}]
+FOREIGN += [{"event": kind, "step": 3} for kind in ("of another program", [], None)]
+MISFITS = [(READ, "step", value) for value in (2**53, -(10**400), 1.5, True, "1", None, [])]
+MISFITS += [(READ, "name", value) for value in (5, None, "x" * 100_001, ["x"])]
+MISFITS += [(READ, "value", value) for value in ("0.5", None, 10**400, {})]
+MISFITS += [(logged(a=1.0), "values", value) for value in ({"a": "x"}, {"a": None}, [], {"a": nested(1)}, 3)]
+MISFITS += [(STARTED, "config", value) for value in ([], {"policy": 5}, {"policy": nested(50)}, {"a": {"b": 10**99}})]
+MISFITS += [(STARTED, "environment", value) for value in ([], {"a": nested(500)}, {"a": [0] * 100_001})]
+MISFITS += [(STARTED, "modules", value) for value in ({}, [5], [{}], [{**MODULE, "name": 5}])]
+MISFITS += [(STARTED, "modules", [{**MODULE, key: "x"}]) for key in ("num_parameters", "num_trainable", "share")]
+MISFITS += [(FROZEN, "run", value) for value in ([], {})]
+
+
+@pytest.mark.parametrize("lines", [FOREIGN, [{**event.to_dict(), name: value} for event, name, value in MISFITS]])
+def test_lines_that_do_not_fit_are_counted_and_left_out(lines, tmp_path):
+    write_lines(tmp_path, OPENED, logged(a=1.0).to_dict(), "", *lines, "  ")
+    journal = read_journal(tmp_path)
+    assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], len(lines))
+    assert journal.first_damaged == 4
+    told = f"{len(lines)} lines of the journal could not be read, the first is line 4."
+    assert told in str(egeria.report(tmp_path))
+
+
+def in_place(kind, path):
+    """Put something into the place of a file; return what it holds, None if it is no file."""
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "link":
+            path.symlink_to(path.with_name("elsewhere"))
+            path.with_name("elsewhere").write_bytes(b"mine")
+        case "other file":
+            path.write_bytes(b"mine")
+    return path.read_bytes() if kind in ("link", "other file") else None
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link", "other file"])
+def test_what_is_in_the_way_of_the_journal_stays_and_the_training_goes_on(kind, tmp_path):
+    held = in_place(kind, tmp_path / FILE_NAME)
+    with warned() as messages:
+        run, train = attached(tmp_path)
+        train(6)
+        run.close()
+    assert len(messages) == 1 and "cannot be written" in messages[0] and run.summary().frozen == 1
+    assert held is None or held == (tmp_path / FILE_NAME).read_bytes()
+    with pytest.raises(JournalError, match=r"holds a journal\.jsonl; .* cannot be read: .*Give the directory"):
+        egeria.report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("given", [None, 5, "a\0b", "x" * 5000, "/dev/zero", "~no one here/run"])
+def test_what_is_no_place_of_a_file_is_refused(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for error, read in ((JournalError, egeria.report), (JournalError, read_journal), (ConfigError, Config.load)):
+        with pytest.raises(error, match=r"cannot be read|must be a readable TOML file"):
+            read(given)
+
+
+@pytest.mark.parametrize("text", [5, None, "a = " + "[" * 5000, "[plasticity\n", "a = 1\na = 2"])
+def test_a_text_that_is_no_toml_is_refused(text):
+    with pytest.raises(ConfigError, match=r"must be TOML; .*Correct that line"):
+        Config.from_toml(text)
+
+
+@pytest.mark.parametrize("table", [5, None, [("cache", {})]])
+def test_a_configuration_that_is_no_dictionary_is_refused(table):
+    with pytest.raises(ConfigError, match="the configuration must be nested dictionaries, found"):
+        Config.from_dict(table)
+
+
+# --- files that are written --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link", "other file"])
+@pytest.mark.parametrize("place", ["report.html", "advice.json"])
+def test_a_file_that_egeria_did_not_write_is_not_overwritten(kind, place, tmp_path, capsys):
+    write(tmp_path, FROZEN)
+    held, before = in_place(kind, tmp_path / place), sorted(tmp_path.iterdir())
+    is_page = place == "report.html"
+    verb = ["report", tmp_path] if is_page else ["advise", "cli_models:fails", "--json", tmp_path / place]
+    status = cli.main([str(argument) for argument in verb])
+    assert status == (1 if is_page else 2)
+    printed = capsys.readouterr()
+    assert f"{place} cannot be written" in (printed.out if is_page else printed.err).replace("\n", "")
+    assert sorted(tmp_path.iterdir()) == before and (held is None or held == (tmp_path / place).read_bytes())
+
+
+@pytest.mark.parametrize("title", ["<title>run: egeria report</title>", None])
+def test_a_page_of_egeria_is_replaced_whole_or_not_at_all(title, tmp_path, monkeypatch):
+    write(tmp_path, FROZEN)
+    page = tmp_path / "report.html"
+    if title is not None:  # as of an earlier version
+        page.write_text(title, encoding="utf-8")
+    assert egeria.report(tmp_path).path == egeria.report(tmp_path).path == page
+    whole = page.read_bytes()
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    assert "No space left" in egeria.report(tmp_path).message and page.read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME, "report.html"]
+
+
+RAISED = [(OSError(5, "broken"), 1), (RecursionError("deep\x1b[31m"), 1), (KeyboardInterrupt(), 130)]
+RAISED += [(ConfigError("wrong[/x]"), 2), (MemoryError("[/x]"), 1)]
+
+
+@pytest.mark.parametrize(("error", "status"), RAISED)
+def test_a_command_ends_with_one_line_and_a_status(error, status, monkeypatch, capsys):
+    def fails(directory):
+        raise error
+
+    monkeypatch.setattr(egeria, "report", fails)
+    assert cli.main(["report", "run"]) == status
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("egeria report: ")
+    assert printed.err.count("\n") == 1 and "\x1b" not in printed.err
+    assert ("[/x]" in printed.err) == ("[/x]" in str(error))
+
+
+SECRETS = ["s3://key:hush@bucket/x", "https://hush@host", "https://h/?token=hush&a=1", "https://h/?a=1&X-Sig=hush"]
+SECRETS += ["s3://key:hu/hush@bucket", "PASSWORD=hush", "api_key=hush"]
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_passwords_and_tokens_of_urls_stand_nowhere(text, tmp_path):
+    with warned() as messages:
+        recorder = Recorder(tmp_path)
+        recorder.decline("copying", f"{text} is gone")
+        recorder.fault("copying", OSError(f"no {text!r}\x1b[31m"))
+        recorder.close()
+    said = [*messages, str(EgeriaError(text)), str(egeria.report(tmp_path))]
+    said += [(tmp_path / name).read_text(encoding="utf-8") for name in (FILE_NAME, "report.html")]
+    assert len(messages) == 2 and not any("hush" in each or "\x1b" in each for each in said)
+    assert all("***" in each for each in said)
+
+
+# --- directories of runs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["~/run", "run", "../here/run"])
+def test_a_directory_is_where_it_was_at_attach(given, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
+    monkeypatch.chdir(tmp_path / "here")
+    run, train = attached(given, config={"cache": {"enabled": True, "directory": given + "-cache"}})
+    monkeypatch.chdir(tmp_path)
+    train(6)
+    run.close()
+    assert run.directory.is_absolute() and run.directory.samefile(tmp_path / "here" / "run")
+    assert len(read_journal(run.directory)) and not (tmp_path / "here" / "~").exists()
+
+
+@pytest.mark.parametrize("order", ["one after the other", "attached together", "a step before"])
+def test_two_runs_in_a_directory_are_both_readable_and_the_second_is_told(order, tmp_path):
+    with warned() as messages:
+        first, train_first = attached(tmp_path)
+        train_first({"one after the other": 6, "attached together": 0, "a step before": 1}[order])
+        if order == "one after the other":
+            first.close()
+        second, train_second = attached(tmp_path)
+        assert messages == []
+        for train in (train_second, train_first) * 3:
+            train(1)
+        second.close()
+        first.close()
+    (told,) = messages
+    assert "holds the journal of another run" in told and "load_state_dict" in told
+    assert len(read_journal(tmp_path).of(events.RunStarted)) == 2 and read_journal(tmp_path).num_damaged == 0
+    made = egeria.report(tmp_path)
+    assert (made.summary.step, made.summary.num_other_runs) == (3, 1) and "1 other run" in str(made)
+
+
+def test_attaching_beside_a_long_journal_reads_its_ends_alone(tmp_path):
+    write(tmp_path, logged(a=1.0))
+    begin, line = (tmp_path / FILE_NAME).read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / FILE_NAME).write_text(begin + line * 400_000, encoding="utf-8")
+    attached(tmp_path / "new")[0].close()
+    tracemalloc.start()
+    begin_s = time.process_time()
+    run, train = attached(tmp_path)
+    took_s, (_, peak_bytes) = time.process_time() - begin_s, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert took_s < 0.2 and peak_bytes < 20e6
+    with warned() as messages:
+        train(1)
+    run.close()
+    assert len(messages) == 1 and "another run" in messages[0]
