@@ -25,7 +25,7 @@ class EgeriaError(Exception):
     """The base class of every error that egeria raises on purpose."""
 
     def __str__(self) -> str:
-        text = printable(super().__str__())
+        text = re.sub(r"(\S{100})\S{200,}", r"\1...", printable(super().__str__()))
         return text if len(text) < 1500 else f"{text[:1000]} ... {text[-400:]}"
 
 
