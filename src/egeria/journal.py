@@ -65,15 +65,15 @@ def read_journal(directory: str | Path) -> Journal:
         ) from error
 
 
-def _read(path: Path, before: str | None = None, left_out: tuple[str, ...] = ()) -> Journal:
-    """Read the lines before the run of an id, but for those that begin in one of these ways."""
+def _read(path: Path, end: str = "\n\n", left_out: tuple[str, ...] = ()) -> Journal:
+    """Read the lines before one that has `end` in it, but for those that begin with `left_out`."""
     runs, damaged = dict[object, list[Event]](), set[int]()  # runs by their ids
     read = json.JSONDecoder().raw_decode
     opened: object = 0  # stands for the id of a run from when there were none
-    for number, line in _lines(path, f'"run":"{before}"', left_out):
+    for number, line in _lines(path, end, left_out):
         try:
-            record, end = read(line)
-            if line[end:].strip():
+            record, length = read(line)
+            if line[length:].strip():
                 raise ValueError("there is more behind it")
             if record["event"] == "journal_opened":
                 version, opened = record.get("schema_version"), number
@@ -142,7 +142,7 @@ class Recorder:
         """The events of earlier runs in the same journal, but for metrics."""
         with suppress(OSError, ValueError, JournalError):  # there is none, or of a newer version
             path = (self.directory or Path()) / FILE_NAME
-            return _read(path, self.run, ('{"event":"metric"',)).events
+            return _read(path, f'"run":"{self.run}"', ('{"event":"metric"',)).events
         return ()
 
     def write(self, event: Event) -> None:
@@ -232,10 +232,9 @@ class Recorder:
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        with suppress(OSError):
-            if file is not None:
-                fcntl.flock(file, fcntl.LOCK_UN)  # workers of a loader may still have the file
-                file.close()
+        if file is not None:
+            with suppress(OSError), file:  # workers of a loader may have it open for longer
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def run_directory(given: str | Path | None) -> Path:
