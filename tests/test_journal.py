@@ -119,18 +119,6 @@ def test_numbers_and_texts_keep_every_digit_and_letter(number, text, slope, tmp_
     assert read_journal(directory).events == (event, logged(**{text: number}))
 
 
-def test_a_directory_that_cannot_be_made_is_told_once(tmp_path):
-    (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    with warned() as failures:
-        recorder = Recorder(tmp_path / "file" / "run")
-        recorder.write(FROZEN)
-        recorder.write(FROZEN)
-        recorder.close()
-    (message,) = failures
-    assert str(tmp_path / "file" / "run") in message and "cannot be written" in message
-    assert "Training continues" in message and "writable `directory`" in message
-
-
 def test_an_event_that_is_no_plain_value_raises_nothing(tmp_path):
     with warned() as failures:
         recorder = Recorder(tmp_path)

@@ -195,14 +195,6 @@ def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second
         del error
 
 
-@pytest.mark.parametrize("directory", ["s3://bucket/run", 7])
-def test_a_directory_is_a_folder_of_this_host(directory, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(egeria.ConfigError, match=f"folder of this host, found {directory!r}"):
-        loop_in(directory)
-    assert not list(tmp_path.iterdir())
-
-
 def fresh():
     model = PARTS.build()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

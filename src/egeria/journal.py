@@ -67,13 +67,11 @@ def read_journal(directory: str | Path) -> Journal:
 
 def _read(path: Path) -> Journal:
     runs, damaged = dict[object, list[Event]](), set[int]()  # runs by their ids
-    read = json.JSONDecoder(parse_int=_whole).raw_decode
+    read = json.JSONDecoder(parse_int=_whole).decode
     opened: object = 0  # stands for the id of a run from when there were none
     for number, line in _lines(path):
         try:
-            record, end = read(line)
-            if line[end:].strip():
-                raise ValueError("there is more behind it")
+            record = read(line)
             if record["event"] == "journal_opened":
                 version, opened = record.get("schema_version"), number
                 if not isinstance(version, int) or version > SCHEMA_VERSION:
@@ -228,10 +226,9 @@ class Recorder:
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        with suppress(OSError):
-            if file is not None:
-                fcntl.flock(file, fcntl.LOCK_UN)  # workers of a loader may still have the file
-                file.close()
+        if file is not None:
+            with suppress(OSError), file:  # workers of a loader may have it open for longer
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def run_directory(given: str | Path | None) -> Path:
