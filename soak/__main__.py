@@ -21,15 +21,15 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from soak.cases import Case, cases
 from soak.trials import check
 
-BATCH, SHRINKING_S = 200, 60.0
-"""Trials of one call of Hypothesis, and the longest time to look for a smaller case that fails too."""
+BATCH = 200
+"""Trials of one call of Hypothesis."""
 
 
 class Soak:
     """Makes trials until a moment; remembers those that failed."""
 
-    def __init__(self, ends: float) -> None:
-        self.ends, self.begin = ends, time.monotonic()
+    def __init__(self, ends: float, shrinking_s: float) -> None:
+        self.ends, self.begin, self.shrinking_s = ends, time.monotonic(), shrinking_s
         self.kinds = collections.Counter[str]()
         self.failed = dict[str, BaseException]()
 
@@ -47,7 +47,7 @@ class Soak:
                 check(case)
         except Exception as error:
             if not self.failed:
-                self.ends = min(self.ends + SHRINKING_S, time.monotonic() + SHRINKING_S)
+                self.ends = time.monotonic() + self.shrinking_s
                 self.found_s, self.found_at = time.monotonic() - self.begin, self.num_trials
             self.failed[line] = error
             raise
@@ -100,10 +100,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with seeds of its own")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds to look for a smaller case that fails too")
     parser.add_argument("--case", help="make one trial again, as printed by a failure")
     given_ = parser.parse_args()
     torch.set_num_threads(1)
-    soak = Soak(time.monotonic() + 60 * given_.minutes)
+    soak = Soak(time.monotonic() + 60 * given_.minutes, given_.shrink)
     if given_.case:
         with contextlib.suppress(Exception):
             soak.trial(Case.from_json(given_.case))
@@ -112,7 +113,8 @@ def main() -> int:
         gc.freeze()  # what is here now need not be looked at behind each trial
         soak.run(1000 * given_.seed)
         return soak.tell()
-    command = [sys.executable, "-m", "soak", "--minutes", str(given_.minutes), "--seed"]
+    options = ["--minutes", str(given_.minutes), "--shrink", str(given_.shrink)]
+    command = [sys.executable, "-m", "soak", *options, "--seed"]
     children = [subprocess.Popen([*command, str(given_.seed * 100 + job)]) for job in range(given_.jobs)]
     return max(child.wait() for child in children)
 

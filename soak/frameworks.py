@@ -85,7 +85,8 @@ def try_in_framework(case: Case, folder: Path) -> list[str]:
     with contextlib.redirect_stdout(None):
         torch.manual_seed(case.seed)
         ours = Moments(case, folder / "run")
-        first = ways[case.framework](case, folder / "a", ours, policy_of(case))
+        groups, given = ours.followed.settings()
+        first = ways[case.framework](case, folder / "a", ours, {"config": groups, **given})
         torch.manual_seed(case.seed)
         hand = MomentsByHand(case, ours)
         second = ways[case.framework](case, folder / "b", hand, None)
@@ -96,11 +97,6 @@ def try_in_framework(case: Case, folder: Path) -> list[str]:
         view["groups"] = None
         view["attributes"] = None
     return wrong + [f"left behind: {entry}" for entry in differences(*views)]
-
-
-def policy_of(case: Case) -> dict[str, Any]:
-    """Return what a callback is given."""
-    return {"config": {"cache": {"enabled": False}}, **({"plan": case.plan} if case.policy == "plan" else {"policy": case.policy})}
 
 
 def _numbers(model: nn.Module, optimizer: Any) -> dict[str, Any]:

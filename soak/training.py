@@ -338,17 +338,7 @@ class Attached(Pilot):
 
     def open(self, training: Training) -> None:
         self.training, case = training, self.case
-        groups: dict[str, Any] = {"cache": CACHES[case.cache]}
-        given: dict[str, Any] = {"policy": case.policy}
-        if case.policy == "egeria":
-            groups |= {**FAST, "plasticity": {"interval_steps": case.interval, "window": 2}}
-            groups |= {"reference": {"precision": "fp32"}, "freezing": {"tolerance_share": 3.0}}
-        elif case.policy == "own":
-            given = {"policy": lambda *, deepest, **_: Own(case, deepest, self.given)}
-        elif case.policy == "plan":
-            given = {"plan": case.plan}
-        elif case.policy == "default":
-            given, groups["policy"] = {}, {"pretrained": case.seed % 4 > 0}
+        groups, given = self.settings()
         if case.gives_loader:
             given["loader"] = training.loader
         given |= {"scheduler": training.schedulers or None, "total_steps": case.steps, "directory": self.directory}
@@ -361,6 +351,22 @@ class Attached(Pilot):
         self.run.on_event(self.heard.append)
         if case.fault == "listener":
             self.run.on_event(self._raise_late)
+
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the `config`, and the policy or plan, that `attach` is given."""
+        case = self.case
+        groups: dict[str, Any] = {"cache": CACHES[case.cache]}
+        given: dict[str, Any] = {"policy": case.policy}
+        if case.policy == "egeria":
+            groups |= {**FAST, "plasticity": {"interval_steps": case.interval, "window": 2}}
+            groups |= {"reference": {"precision": "fp32"}, "freezing": {"tolerance_share": 3.0}}
+        elif case.policy == "own":
+            given = {"policy": lambda *, deepest, **_: Own(case, deepest, self.given)}
+        elif case.policy == "plan":
+            given = {"plan": case.plan}
+        elif case.policy == "default":
+            given, groups["policy"] = {}, {"pretrained": case.seed % 4 > 0}
+        return groups, given
 
     def hit(self, step: int) -> Any:
         """Return the tracer at the step of an interrupt or a kill."""
@@ -449,5 +455,7 @@ class Attached(Pilot):
             pass
         self.run.close()
         self.is_closed = True
+        links = [str(Path("/proc/self/fd", name).resolve()) for name in os.listdir("/proc/self/fd")]
+        self.still_open = [link for link in links if str(self.directory) in link]
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
