@@ -274,6 +274,8 @@ def _is_expected(case: Case, reason: str) -> bool:
     """Return whether freezing may end for this reason in a case."""
     if "were changed by the training loop" in reason:
         return bool(case.switches) or case.fault == "moved"
+    if "before the state was saved" in reason:
+        return case.fault in ("resume", "kill")
     if "made no step" in reason:
         return case.fault in ("break", "exception", "interrupt") or bool(case.switches)
     fits = {"Boom": "own", "at least two layers": "remembering", "fewer than two layer modules": "drawn"}
