@@ -1,16 +1,18 @@
-"""`scripts/soak`: makes random trials until the time is over, and prints one command that makes a failure again."""
+"""`scripts/soak`: random small trainings with random faults, each compared bit for bit with the same made by hand.
+
+`cases` draws them, `training` has the loop, `trials` the faults and what must hold. A failure prints one command that
+makes it again.
+"""
 
 import argparse
 import collections
 import contextlib
 import gc
-import os
 import shlex
 import subprocess
 import sys
 import time
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,11 @@ BATCH = 200
 class Soak:
     """Makes trials until a moment; remembers those that failed."""
 
-    def __init__(self, ends: float, shrinking_s: float) -> None:
-        self.ends, self.begin, self.shrinking_s = ends, time.monotonic(), shrinking_s
-        self.kinds = collections.Counter[str]()
-        self.failed = dict[str, BaseException]()
+    def __init__(self, minutes: float, shrinking_s: float) -> None:
+        self.begin, self.shrinking_s = time.monotonic(), shrinking_s
+        self.ends = self.begin + 60 * minutes
+        self.kinds = list[tuple[str, str, str]]()
+        self.failed, self.found = dict[str, BaseException](), ""
 
     def trial(self, case: Case) -> None:
         """Make one trial, unless the time is over."""
@@ -40,85 +43,75 @@ class Soak:
             if line in self.failed:  # what Hypothesis ends with has to fail again
                 raise self.failed[line]
             return
-        self.kinds[case.kind] += 1
+        self.kinds.append(case.kind)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                check(case)
+            check(case)
         except Exception as error:
             if not self.failed:
                 self.ends = time.monotonic() + self.shrinking_s
-                self.found_s, self.found_at = time.monotonic() - self.begin, self.num_trials
+                self.found = f"training {len(self.kinds)}, after {time.monotonic() - self.begin:.0f} s"
             self.failed[line] = error
             raise
-
-    @property
-    def num_trials(self) -> int:
-        """How many trials were made."""
-        return sum(self.kinds.values())
 
     def run(self, number: int) -> None:
         """Make trials in batches, each with a seed of its own, until the time is over or one fails."""
         database = DirectoryBasedExampleDatabase(Path(".hypothesis", "soak"))
-        options = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": database}
-        phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+        options: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": database}
+        options["phases"] = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+
+        def batch(case: Case) -> None:
+            self.trial(case)
+
         while time.monotonic() < self.ends and not self.failed:
-            batch: Any = given(cases())(lambda case: self.trial(case))
-            batch = settings(max_examples=BATCH, phases=phases, verbosity=Verbosity.quiet, **options)(seed(number)(batch))
+            prepared = settings(max_examples=BATCH, verbosity=Verbosity.quiet, **options)(given(cases())(batch))
             with contextlib.suppress(Exception):
-                batch()
+                seed(number)(prepared)()
             number += 1
-            self._say(f"{self.num_trials} trainings in {time.monotonic() - self.begin:.0f} s")
+            say(f"{len(self.kinds)} trainings in {time.monotonic() - self.begin:.0f} s")
 
     def tell(self) -> int:
         """Print what was trained, and the smallest case that failed; return the exit status."""
-        for field in range(3):
-            found = collections.Counter[str]()
-            for kind, count in self.kinds.items():
-                found[kind.rsplit(", ", 2)[field]] += count
-            self._say("  " + ", ".join(f"{name} {count}" for name, count in found.most_common()))
-        self._say(f"{self.num_trials} trainings, {len(self.failed) and 'a failure' or 'no failure'}")
+        for names in zip(*self.kinds, strict=True):
+            say("  " + ", ".join(f"{name} {count}" for name, count in collections.Counter(names).most_common()))
+        say(f"{len(self.kinds)} trainings, {'a failure' if self.failed else 'no failure'}")
         if not self.failed:
             return 0
         line = min(self.failed, key=len)
         frames = traceback.format_exception(self.failed[line])
-        is_ours = isinstance(self.failed[line], AssertionError)
-        self._say("".join(frames[-1:] if is_ours else frames[-8:]))
-        self._say(f"Found in training {self.found_at}, after {self.found_s:.0f} s. To make it again:")
-        self._say(f"  scripts/soak --case {shlex.quote(line)}")
+        say("".join(frames[-1:] if isinstance(self.failed[line], AssertionError) else frames[-8:]))
+        say(f"Found in {self.found}. To make it again:\n  scripts/soak --case {shlex.quote(line)}")
         return 1
 
-    @staticmethod
-    def _say(text: str) -> None:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def main() -> int:
     """Read the command line, and run."""
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with seeds of its own")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to look for a smaller case that fails too")
     parser.add_argument("--case", help="make one trial again, as printed by a failure")
-    given_ = parser.parse_args()
+    told = parser.parse_args()
+    if told.jobs > 1 and not told.case:
+        command = [sys.executable, "-m", "soak", "--minutes", str(told.minutes), "--shrink", str(told.shrink), "--seed"]
+        children = [subprocess.Popen([*command, str(told.seed * 100 + job)]) for job in range(told.jobs)]
+        return max(child.wait() for child in children)
     torch.set_num_threads(1)
-    soak = Soak(time.monotonic() + 60 * given_.minutes, given_.shrink)
-    if given_.case:
+    soak = Soak(told.minutes, told.shrink)
+    gc.freeze()  # what is here now need not be looked at behind each trial
+    if told.case:
         with contextlib.suppress(Exception):
-            soak.trial(Case.from_json(given_.case))
-        return soak.tell()
-    if given_.jobs == 1:
-        gc.freeze()  # what is here now need not be looked at behind each trial
-        soak.run(1000 * given_.seed)
-        return soak.tell()
-    options = ["--minutes", str(given_.minutes), "--shrink", str(given_.shrink)]
-    command = [sys.executable, "-m", "soak", *options, "--seed"]
-    children = [subprocess.Popen([*command, str(given_.seed * 100 + job)]) for job in range(given_.jobs)]
-    return max(child.wait() for child in children)
+            soak.trial(Case.from_json(told.case))
+    else:
+        soak.run(1000 * told.seed)
+    return soak.tell()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

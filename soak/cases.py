@@ -1,4 +1,4 @@
-"""What a training of the soak is: plain values, drawn by Hypothesis."""
+"""What a training of the soak is: plain values, drawn by Hypothesis, and the objects they stand for."""
 
 import dataclasses
 import functools
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from laws.models import CLASSES, MODELS, WIDTH, Model, adamw, sgd
 from torch import Tensor, nn
+
+from laws.models import CLASSES, MODELS, WIDTH, Model, adamw, sgd
 
 RAISES = -9
 """As a depth of the user's own policy: it raises an error."""
-BLOCKS = ("layer", "batch", "plain", "shared", "again", "bare", "still")
-OPTIMIZERS = ("sgd", "adamw", "plain", "rmsprop", "groups", "two")
+BLOCKS = ("layer", "batch", "plain", "shared", "bare", "still", "again")
 FAULTS = ("", "break", "exception", "resume", "kill", "interrupt", "disk", "cache file", "journal", "moved", "listener")
 
 
@@ -23,49 +23,37 @@ class Case:
     """One training; all steps count from 0."""
 
     model: str = "residual"
-    blocks: tuple[str, ...] = ()
-    """Of the model "drawn"."""
+    blocks: tuple[str, ...] = ()  # of the model "drawn"
     seed: int = 0
     steps: int = 8
-    after: int = 0
-    """Steps behind the close."""
+    after: int = 0  # steps behind the close
     optimizer: str = "sgd"
     schedule: str = ""
     policy: str = "none"
     plan: str = ""
     interval: int = 1
-    depths: tuple[int | None, ...] = ()
-    """The answers of the user's own policy, again and again."""
+    depths: tuple[int | None, ...] = ()  # the answers of the user's own policy, again and again
     cache: str = ""
     precision: str = "fp32"
     accumulation: int = 1
-    tells_micro: bool = True
+    tells_micro: bool = True  # whether the loss of each micro-batch is told, or that of the last one
     clips: bool = False
     sets_to_none: bool = True
     shuffles: bool = False
     gives_loader: bool = False
-    evaluates: int = 0
-    """Steps between two evaluations; 0 makes none."""
-    calls_train: bool = True
-    """Whether each step begins with `model.train()`; else only those behind an evaluation do."""
-    keeps_eval: bool = False
-    """Whether the user keeps the last normalization or dropout of the model in eval mode."""
-    switches: tuple[tuple[int, int, bool], ...] = ()
-    """Calls of `requires_grad_`: at which step, of which parameter, with what."""
-    nan_at: int = -1
-    """The step whose loss is not a number; one behind -2 makes the loss itself so."""
+    evaluates: int = 0  # steps between two evaluations; 0 makes none
+    calls_train: bool = True  # in each step; else behind an evaluation
+    keeps_eval: bool = False  # whether the user keeps one normalization or dropout in eval mode
+    switches: tuple[tuple[int, int, bool], ...] = ()  # calls of `requires_grad_`: step, which parameter, with what
+    nan_at: int = -1  # the step whose loss is told as not a number; where the seed is a multiple of 3, it is none
     ranks: int = 1
     framework: str = ""
     fault: str = ""
-    at: int = 0
-    """The step of the fault; for an interrupt -1 is in `attach`, and the number of steps in `close`."""
-    line: int = 1
-    """Of ours, since that step began."""
-    saved: int = 0
-    """Steps done when the checkpoint is written."""
-    goes_on: bool = False
-    damage: int = 0
-    """What is damaged in files or a saved state; 0 is nothing."""
+    at: int = 0  # the step of the fault; for an interrupt -1 is in `attach`, and the number of steps in `close`
+    line: int = 1  # of ours, since that step began
+    saved: int = 0  # steps done when the checkpoint is written
+    goes_on: bool = False  # behind an interrupt; for a resumed run: in the same directory
+    damage: int = 0  # where a file or a saved state is damaged, and how
 
     def to_json(self) -> str:
         """Return the values that are not the default, as one line."""
@@ -78,17 +66,14 @@ class Case:
         return cls(**{name: _tuples(value) for name, value in json.loads(text).items()})
 
     @property
-    def kind(self) -> str:
-        """For the table of what was trained."""
-        ranks = "2 ranks, " if self.ranks > 1 else ""
-        return f"{ranks}{self.framework or 'plain loop'}, {self.policy}, {self.fault or 'no fault'}"
+    def kind(self) -> tuple[str, str, str]:
+        """For the table of what was trained: loop, policy, fault."""
+        return "two ranks" if self.ranks > 1 else self.framework or "plain loop", self.policy, self.fault or "no fault"
 
     @property
     def spec(self) -> Model:
-        """The model, its data and its optimizer."""
-        if self.model == "drawn":
-            return Model(build=functools.partial(Drawn, self.blocks))
-        return MODELS[self.model]
+        """The model and its data."""
+        return Model(build=functools.partial(Drawn, self.blocks)) if self.model == "drawn" else MODELS[self.model]
 
 
 def _tuples(value: Any) -> Any:
@@ -100,23 +85,16 @@ class Block(nn.Module):
 
     def __init__(self, kind: str, shared: nn.Module) -> None:
         super().__init__()
-        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
-        if kind in ("layer", "batch"):
-            self.norm = nn.LayerNorm(WIDTH) if kind == "layer" else nn.BatchNorm1d(WIDTH, momentum=0.4)
-        if kind in ("layer", "batch", "shared"):
-            self.dropout = shared if kind == "shared" else nn.Dropout(0.3)
-        if kind == "bare":
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-        if kind == "still":
-            self.linear.weight.requires_grad_(False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        norms = {"layer": nn.LayerNorm(WIDTH), "batch": nn.BatchNorm1d(WIDTH, momentum=0.4)}
+        self.norm = norms.get(kind, nn.Tanh())
+        self.dropout = shared if kind == "shared" else nn.Dropout(0.3 if kind in norms else 0.0)
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if kind == "bare" else None
+        self.linear.weight.requires_grad_(kind != "still")
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind in ("plain", "still"):
-            return x + torch.tanh(self.linear(x))
-        if self.kind == "bare":
-            return torch.tanh(self.linear(x)) * self.scale
-        y = self.norm(self.linear(x)) if self.kind in ("layer", "batch") else torch.tanh(self.linear(x))
-        return x + self.dropout(y)
+        y = self.dropout(self.norm(self.linear(x)))
+        return x + y if self.scale is None else y * self.scale
 
 
 class Drawn(nn.Module):
@@ -126,8 +104,8 @@ class Drawn(nn.Module):
         super().__init__()
         shared = nn.Dropout(0.2)
         self.blocks = nn.ModuleList(Block(kind, shared) for kind in kinds if kind != "again")
-        places = [sum(kind != "again" for kind in kinds[: end + 1]) - 1 for end in range(len(kinds))]
-        self.places, self.head = places, nn.Linear(WIDTH, CLASSES)
+        self.places = [sum(kind != "again" for kind in kinds[: end + 1]) - 1 for end in range(len(kinds))]
+        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         for place in self.places:
@@ -138,15 +116,17 @@ class Drawn(nn.Module):
 def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a training."""
     own = [entry for entry in model.parameters() if entry.requires_grad]
-    half = len(own) // 2
-    if case.optimizer == "two":
-        return [sgd(own[:half]), adamw(own[half:])]
-    if case.optimizer == "groups":
-        groups = [{"params": own[:half], "lr": 0.01, "weight_decay": 0.1}, {"params": own[half:]}]
-        return [torch.optim.SGD(groups, lr=0.05, momentum=0.5, nesterov=True)]
-    plain = functools.partial(torch.optim.SGD, lr=0.05)
-    rmsprop = functools.partial(torch.optim.RMSprop, lr=2e-3, momentum=0.5, weight_decay=1e-2)
-    return [{"sgd": sgd, "adamw": adamw, "plain": plain, "rmsprop": rmsprop}[case.optimizer](own)]
+    first, last = own[: len(own) // 2], own[len(own) // 2 :]
+    groups = [{"params": first, "lr": 0.01, "weight_decay": 0.1}, {"params": last}]
+    made = {
+        "sgd": lambda: [sgd(own)],
+        "adamw": lambda: [adamw(own)],
+        "plain": lambda: [torch.optim.SGD(own, lr=0.05)],
+        "rmsprop": lambda: [torch.optim.RMSprop(own, lr=2e-3, momentum=0.5, weight_decay=1e-2)],
+        "groups": lambda: [torch.optim.SGD(groups, lr=0.05, momentum=0.5, nesterov=True)],
+        "two": lambda: [sgd(first), adamw(last)],
+    }
+    return made[case.optimizer]()
 
 
 def make_schedulers(case: Case, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
@@ -163,52 +143,40 @@ def make_schedulers(case: Case, optimizers: list[torch.optim.Optimizer]) -> list
 @st.composite
 def cases(draw: Any) -> Case:
     """Draw a training."""
-    cache = draw(st.sampled_from(["", "", "", "memory", "disk"]))
+
+    def some(often: Any, *others: Any) -> Any:
+        return draw(st.sampled_from([often] * 3 + list(others)))
+
+    cache, flag = some("", "memory", "disk"), st.booleans()
     steps = draw(st.integers(12, 30) if cache else st.integers(6, 24))
-    moment, flag = st.integers(0, steps - 1), st.booleans()
-    some = lambda often, *others: st.sampled_from([often] * 3 + list(others))  # noqa: E731
+    moment = st.integers(0, steps - 1)
+    given = {"steps": steps, "seed": draw(st.integers(0, 99)), **draw(policies(steps, 8 if cache else 3))}
     framework = draw(st.sampled_from([""] * 40 + ["transformers", "lightning", "accelerate"]))
-    given = {
-        "model": draw(st.sampled_from(["drawn"] * 6 + list(MODELS))),
-        "seed": draw(st.integers(0, 99)),
-        "steps": steps,
-        "optimizer": draw(st.sampled_from(OPTIMIZERS)),
-        "schedule": draw(some("", "step", "cosine", "warm")),
-        "framework": framework,
-        "sets_to_none": draw(flag),
-        **draw(policies(steps, 8 if cache else 3)),
-    }
-    if given["model"] == "drawn":
-        first = draw(st.sampled_from([kind for kind in BLOCKS if kind != "again"]))
-        given["blocks"] = (first, *draw(st.lists(st.sampled_from(BLOCKS), min_size=2, max_size=5)))
-    if framework:
-        # Frameworks bring loops of their own: one optimizer, and no faults but the end.
-        given["optimizer"] = draw(st.sampled_from(OPTIMIZERS[:-1]))
-        return Case(**given, accumulation=draw(some(1, 2)), clips=draw(flag))
+    if framework:  # with the model, data and loop of a test
+        return Case(**given, framework=framework, accumulation=some(1, 2))
+    if (model := draw(st.sampled_from(["drawn"] * 6 + list(MODELS)))) == "drawn":
+        first, more = st.sampled_from(BLOCKS[:-1]), st.lists(st.sampled_from(BLOCKS), min_size=2, max_size=5)
+        given["blocks"] = (draw(first), *draw(more))
+    flags = ("tells_micro", "clips", "sets_to_none", "shuffles", "gives_loader", "calls_train", "goes_on")
+    given |= {name: draw(flag) for name in flags} | {"model": model, "cache": cache}
     given |= {
-        "cache": cache,
-        "precision": draw(some("fp32", "bf16")),
-        "accumulation": draw(some(1, 2, 3)),
-        "tells_micro": draw(flag),
-        "clips": draw(flag),
-        "shuffles": draw(flag),
-        "gives_loader": draw(flag),
-        "evaluates": draw(some(0, 3)),
-        "calls_train": draw(flag),
-        "keeps_eval": draw(some(False, True)),
-        "nan_at": draw(some(-1, draw(moment))),
+        "optimizer": draw(st.sampled_from(["sgd", "adamw", "plain", "rmsprop", "groups", "two"])),
+        "schedule": some("", "step", "cosine", "warm"),
+        "precision": some("fp32", "bf16"),
+        "accumulation": some(1, 2, 3),
+        "evaluates": some(0, 3),
+        "keeps_eval": some(False, True),
+        "nan_at": some(-1, draw(moment)),
         "after": draw(st.integers(0, 3)),
         "ranks": draw(st.sampled_from([1] * 19 + [2])),
     }
-    if draw(some(False, True)):
+    if some(False, True):
         switch = st.tuples(moment, st.integers(0, 40), flag)
         given["switches"] = tuple(draw(st.lists(switch, min_size=1, max_size=2)))
     fault = draw(st.sampled_from(FAULTS[:4] if given["ranks"] > 1 else FAULTS))
     at = draw(st.integers(-1, steps) if fault == "interrupt" else moment)
-    given |= {"fault": fault, "at": at, "line": draw(st.integers(1, 400)), "goes_on": draw(flag)}
-    if fault in ("resume", "kill"):
-        given["saved"] = draw(st.integers(0, at))
-    return Case(**given, damage=draw(st.integers(0, 10**6)) if draw(flag) else 0)
+    given |= {"fault": fault, "at": at, "line": draw(st.integers(1, 400)), "damage": draw(st.integers(0, 10**6))}
+    return Case(**given, saved=draw(st.integers(0, at)) if fault in ("resume", "kill") else 0)
 
 
 @st.composite
@@ -218,10 +186,9 @@ def policies(draw: Any, steps: int, longest: int) -> dict[str, Any]:
     depth = st.integers(0, 6)
     if name == "plan":
         moves = sorted(draw(st.sets(st.integers(0, steps - 1), min_size=1, max_size=4)))
-        texts = [f"step {move}:{draw(depth)}" for move in moves]
-        return {"policy": name, "plan": " ".join(texts)}
+        return {"policy": name, "plan": " ".join(f"step {move}:{draw(depth)}" for move in moves)}
     if name == "own":
-        answers = st.one_of(depth, depth, depth, st.sampled_from([None, -1, 99] + [RAISES]))
+        answers = st.one_of(depth, depth, depth, st.sampled_from([None, -1, 99, RAISES]))
         depths = tuple(draw(st.lists(answers, min_size=2, max_size=8)))
         return {"policy": name, "depths": depths, "interval": draw(st.integers(1, longest))}
     return {"policy": name, "interval": draw(st.integers(1, 3))}

@@ -1,4 +1,4 @@
-"""The loop of a training, which knows nothing of freezing, and egeria as the pilot who freezes in it."""
+"""The loop of a training, which knows nothing of freezing, and its two pilots: egeria, and a user who does it by hand."""
 
 import contextlib
 import io
@@ -9,38 +9,22 @@ import os
 import random
 import resource
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from laws.models import BATCH, NUM_ROWS
-from loops import FAST
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import egeria
 from egeria.policy import Depth, Wants
+from laws.models import BATCH, NUM_ROWS
+from loops import FAST
 from soak.cases import RAISES, Case, make_optimizers, make_schedulers
 
-CACHES = {"": {"enabled": False}, "memory": {"enabled": "auto", "gate": "open"}, "disk": {"enabled": True}}
-CACHES["disk"] |= {"gate": "open", "verify_batches": 3}
-
-
-def damage_file(path: Path, number: int) -> None:
-    """Cut a file short, or write something else into it."""
-    if not path.exists() or not (data := path.read_bytes()):
-        return
-    draw = random.Random(number)
-    place = draw.randrange(len(data))
-    with path.open("r+b") as file:
-        if draw.random() < 0.3:
-            file.truncate(place)
-        else:
-            file.seek(place)
-            file.write(bytes(draw.randrange(256) for _ in range(draw.choice([1, 200]))))
+CACHES = {"": {"enabled": False}, "memory": {"enabled": "auto", "gate": "open"}}
+CACHES["disk"] = {"enabled": True, "gate": "open", "verify_batches": 3}
 
 
 class Boom(Exception):
@@ -60,57 +44,32 @@ class Order(Sampler):
         yield from torch.randperm(NUM_ROWS, generator=self.random).tolist() if self.shuffles else range(NUM_ROWS)
 
 
-@dataclass
-class Course:
-    """How many layer modules a journal said were frozen, at three moments of each step, and which those are."""
-
-    modules: list[dict[str, Any]] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)
-    """In front of its passes."""
-    updates: dict[int, int] = field(default_factory=dict)
-    """Behind the update of its weights."""
-    ends: dict[int, int] = field(default_factory=dict)
-
-
 class Pilot:
     """Whoever freezes in a training; this one does not."""
 
-    wraps = True
-    """Whether two ranks train with `DistributedDataParallel`."""
+    is_by_hand = False
+    training: "Training"
 
     def open(self, training: "Training") -> None:
-        """Begin, with a training that is ready."""
+        self.training = training
 
-    def start(self, step: int) -> None:
-        """Called in front of the passes of a step."""
+    def at(self, moment: str) -> None:
+        """Called at moments of a step: at its "start", behind the backward pass and the "update", and at its "end"."""
 
-    def modes(self, model: nn.Module) -> tuple[bool, ...]:
-        """Return the modes that the modules had in the forward pass that has just been made."""
-        return tuple(part.training for part in model.modules())
+    def modes(self) -> tuple[bool, ...]:
+        """Return the modes that the modules had in the newest forward pass."""
+        return tuple(part.training for part in self.training.model.modules())
 
-    def share(self) -> None:
-        """Called in front of each forward pass."""
-
-    def reduce(self) -> None:
-        """Called behind each backward pass."""
-
-    def update(self, step: int, make: Callable[[], None]) -> None:
-        """Have the optimizers step."""
-        make()
-
-    def tell(self, loss: Any, *, is_micro: bool = False) -> None:
+    def tell(self, loss: float) -> None:
         """Called behind each step, and behind micro-batches."""
 
-    def switch(self, name: str, parameter: nn.Parameter, flag: bool) -> None:
+    def switch(self, name: str, flag: bool) -> None:
         """Make the user's own call of `requires_grad_`."""
-        parameter.requires_grad_(flag)
+        self.training.named[name].requires_grad_(flag)
 
     def hit(self, step: int) -> Any:
-        """Return the context in which a step is made, for faults that only strike the library."""
+        """Return the context of a step, for faults that strike the library alone."""
         return contextlib.nullcontext()
-
-    def is_torn(self, error: BaseException, training: "Training") -> None:
-        """Called behind an interrupt."""
 
     def close(self) -> None:
         """End freezing."""
@@ -122,108 +81,108 @@ class Training:
     def __init__(self, case: Case, pilot: Pilot, rank: int = 0) -> None:
         torch.manual_seed(case.seed)
         random.seed(case.seed)
-        self.case, self.pilot, self.rank = case, pilot, rank
-        self.model = case.spec.build().train()
-        self.named = dict(self.model.named_parameters())
-        self.called: nn.Module = self.model
-        if case.ranks > 1 and pilot.wraps:
-            unused = not case.spec.uses_all
-            self.called = DistributedDataParallel(self.model, find_unused_parameters=unused)
+        self.case, self.pilot, self.model = case, pilot, case.spec.build().train()
+        self.named, self.called = dict(self.model.named_parameters()), self.model
+        if case.ranks > 1 and not pilot.is_by_hand:
+            self.called = DistributedDataParallel(self.model, find_unused_parameters=not case.spec.uses_all)
         self.optimizers = make_optimizers(case, self.model)
         self.schedulers = make_schedulers(case, self.optimizers)
+        self.parts = {f"{type(part).__name__} {n}": part for n, part in enumerate([*self.optimizers, *self.schedulers])}
+        self.parts["model"] = self.model
         rows = case.spec.rows(torch.Generator().manual_seed(case.seed + 1000 * rank))
         self.loader = DataLoader(TensorDataset(*rows), batch_size=BATCH, sampler=Order(case))
         self.batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
-        self.step, self.num_updates, self.losses, self.trace = 0, 0, list[float](), list[Any]()
-        self.means, self.is_over = list[float](), False
+        self.step = self.num_updates = self.end = 0
+        self.losses, self.trace, self.is_over = list[float](), list[Any](), False
         for optimizer in self.optimizers:  # in front of the library's
             optimizer.register_step_post_hook(self._note_update)
         self._train()
         pilot.open(self)
+
+    def finish(self, end: int) -> None:
+        """Train to the end of a run, close it, and train on without."""
+        with contextlib.suppress(Boom, KeyboardInterrupt):
+            self.run(end)
+        self.is_over, self.end = True, self.step
+        self.pilot.close()
+        self.run(self.step + self.case.after)
 
     def run(self, end: int) -> None:
         """Train up to a step."""
         while self.step < end:
             batches = [next(self.batches) for _ in range(self.case.accumulation)]
             self._prepare()
-            before, random_before = [entry.clone() for entry in self.model.buffers()], torch.get_rng_state()
-            self.num_updates, self._is_finished = 0, False
+            before, self.num_updates, self._is_finished = self._snapshot(), 0, False
             try:
                 with self.pilot.hit(self.step):
                     self._make(batches)
             except KeyboardInterrupt as error:
-                self.pilot.is_torn(error, self)
-                if not self.num_updates:
-                    self._roll_back(before, random_before)
-                    if not self.case.goes_on:
-                        raise
-                self._make(batches)
-                self.step += not self.case.goes_on
+                is_made = self.num_updates > 0
+                self.pilot.note_interrupt(error)
+                if not is_made:
+                    self._roll_back(*before)
+                if is_made or self.case.goes_on:
+                    self._make(batches)
                 if not self.case.goes_on:
+                    self.step += is_made
                     raise
             self.step += 1
 
     def _make(self, batches: list[Any]) -> None:
         """Make a step; the rest of it, where an interrupt came behind the update."""
-        case, told = self.case, list[float]()
+        case, parameters = self.case, self.named.values()
         if not self.num_updates:
-            self.pilot.start(self.step)
-            for number, (inputs, targets) in enumerate(batches):
-                loss = self._pass(inputs, targets)
-                told.append(self._told(loss))
-                if number < len(batches) - 1 and case.tells_micro:
-                    self.pilot.tell(told[-1], is_micro=True)
-            self._loss = told[-1]
+            self.pilot.at("start")
+            self._told = [self._pass(*batch, is_last=batch is batches[-1]) for batch in batches]
             if case.clips:
-                nn.utils.clip_grad_norm_(self.named.values(), 0.5)
-            grads = tuple(entry.grad is None for entry in self.named.values())
-            needs = tuple(entry.requires_grad for entry in self.named.values())
-            self.trace.append((self.step, "gradients", grads, needs))
-            self._told_all = told if case.tells_micro else told[-1:]
-            self.pilot.update(self.step, lambda: [optimizer.step() for optimizer in self.optimizers])
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+            self.trace += [(self.step, "gradients", [(p.grad is None, p.requires_grad) for p in parameters])]
+            self.pilot.at("update")
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.pilot.at("updated")
         if self._is_finished:
             return
         for scheduler in self.schedulers:
             scheduler.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=case.sets_to_none)
-        self.losses.append(self._loss)
-        self.means.append(sum(self._told_all) / len(self._told_all))
+        told = self._told if case.tells_micro else self._told[-1:]
+        self.losses.append(sum(told) / len(told))
         self._is_finished = True
-        self.pilot.tell(self._loss)
+        self.pilot.tell(told[-1])
+        self.pilot.at("end")
 
-    def _pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _pass(self, inputs: Tensor, targets: Tensor, *, is_last: bool) -> float:
+        """Make the passes of a micro-batch; return the loss that the library is told."""
         case = self.case
-        is_bf16 = case.precision == "bf16"
-        self.pilot.share()
-        with torch.autocast("cpu", torch.bfloat16) if is_bf16 else contextlib.nullcontext():
+        self.pilot.at("pass")
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
             loss = nn.functional.cross_entropy(self.called(inputs).float(), targets) / case.accumulation
-        self.trace.append((self.step, "modes", self.pilot.modes(self.model)))
+        self.trace.append((self.step, "modes", self.pilot.modes()))
         if case.fault == "exception" and self.step == case.at and not self.is_over:
             raise Boom
-        if case.nan_at == self.step and case.seed % 3 == 0:
-            loss = loss * math.nan
-        loss.backward()
-        self.pilot.reduce()
-        return loss
-
-    def _told(self, loss: Tensor) -> float:
-        is_nan = self.case.nan_at == self.step
-        return math.nan if is_nan else float(loss.detach()) * self.case.accumulation
+        is_nan = case.nan_at == self.step
+        (loss * math.nan if is_nan and case.seed % 3 == 0 else loss).backward()
+        self.pilot.at("backward")
+        told = math.nan if is_nan else float(loss.detach()) * case.accumulation
+        if case.tells_micro and not is_last:
+            self.pilot.tell(told)
+        return told
 
     def _prepare(self) -> None:
         """Do what a user does between two steps."""
         case = self.case
-        if case.evaluates and self.step and self.step % case.evaluates == 0:
+        is_evaluated = case.evaluates and self.step and self.step % case.evaluates == 0
+        if is_evaluated:
             self.model.eval()
             with torch.no_grad():
                 self.model(self.loader.dataset.tensors[0][:BATCH])
-            self._train()
-        elif case.calls_train:
+        if is_evaluated or case.calls_train:
             self._train()
         for step, name, flag in self._switches():
             if step == self.step:
-                self.pilot.switch(name, self.named[name], flag)
+                self.pilot.switch(name, flag)
         if case.fault == "moved" and self.step == case.at:
             with torch.no_grad():
                 next(iter(self.named.values())).add_(0.01)
@@ -240,6 +199,9 @@ class Training:
         if self.case.keeps_eval and parts:
             parts[self.case.seed % len(parts)].eval()
 
+    def _snapshot(self) -> tuple[list[Tensor], Tensor]:
+        return [entry.clone() for entry in self.model.buffers()], torch.get_rng_state()
+
     def _roll_back(self, buffers: list[Tensor], random_state: Tensor) -> None:
         """Undo what an interrupted step has changed, as loading a checkpoint would."""
         for entry, before in zip(self.model.buffers(), buffers, strict=True):
@@ -253,49 +215,39 @@ class Training:
     def _note_update(self, *_: Any) -> None:
         self.num_updates += 1
 
-    def save(self) -> bytes:
+    def save(self) -> dict[str, Any]:
         """Return a checkpoint as loops write one."""
-        parts = {"model": self.model.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
-        parts |= {"schedulers": [each.state_dict() for each in self.schedulers], "random": torch.get_rng_state()}
-        notes = {"step": self.step, "losses": self.losses, "means": self.means, "trace": self.trace}
-        grads = [entry.grad for entry in self.named.values()]  # of those that keep zeros
-        torch.save({**parts, **notes, "grads": grads}, buffer := io.BytesIO())
-        return buffer.getvalue()
+        notes = {name: getattr(self, name) for name in ("step", "losses", "trace")}
+        notes |= {name: part.state_dict() for name, part in self.parts.items()}
+        return {**notes, "random": torch.get_rng_state(), "grads": [entry.grad for entry in self.named.values()]}
 
-    def load(self, checkpoint: bytes) -> None:
+    def load(self, saved: dict[str, Any]) -> None:
         """Go on from a checkpoint; the state of the pilot is loaded behind this."""
-        saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
         for _ in range(saved["step"] * self.case.accumulation):
             next(self.batches)
         for _, name, flag in [entry for entry in self._switches() if entry[0] < saved["step"]]:
             self.named[name].requires_grad_(flag)
-        self.model.load_state_dict(saved["model"])
-        for own, name in ((self.optimizers, "optimizers"), (self.schedulers, "schedulers")):
-            for each, state in zip(own, saved[name], strict=True):
-                each.load_state_dict(state)
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name])
         for entry, grad in zip(self.named.values(), saved["grads"], strict=True):
             entry.grad = grad
-        for name in ("step", "losses", "means", "trace"):
-            setattr(self, name, saved[name])
+        self.step, self.losses, self.trace = saved["step"], list(saved["losses"]), list(saved["trace"])
         torch.set_rng_state(saved["random"])
 
     def everything(self) -> dict[str, Any]:
         """Return all numbers that a training changes, as bytes, so that what is not a number is compared too."""
-        state = {f"model {name}": entry for name, entry in self.model.state_dict().items()}
-        state |= {f"gradient {name}": entry.grad for name, entry in self.named.items()}
-        for number, optimizer in enumerate(self.optimizers):
-            found = optimizer.state_dict()
-            state[f"groups {number}"] = repr(found["param_groups"])
-            for index, entry in found["state"].items():
-                state |= {f"optimizer {number} {index} {name}": value for name, value in entry.items()}
-        state |= {"losses": repr(self.losses), "random": torch.get_rng_state()}
-        state |= {"schedulers": repr([each.state_dict() for each in self.schedulers])}
-        return {name: as_bytes(value) for name, value in state.items()}
+        saved = {**self.save(), "grads": {name: entry.grad for name, entry in self.named.items()}}
+        return {name: as_bytes(value) for name, value in saved.items() if name != "trace"}
 
 
 def as_bytes(value: Any) -> Any:
-    """Return the bytes of a tensor, and anything else as it is."""
-    return value.detach().contiguous().flatten().view(torch.uint8).clone() if isinstance(value, Tensor) else value
+    """Return dictionaries with the bytes of tensors, and with the texts of anything else."""
+    if isinstance(value, dict):
+        return {key: as_bytes(entry) for key, entry in value.items()}
+    return value.detach().flatten().view(torch.uint8).clone() if isinstance(value, Tensor) else repr(value)
+
+
+# --- egeria as the pilot -----------------------------------------------------------------------------------------------
 
 
 class Own:
@@ -322,113 +274,90 @@ class Own:
 
 
 class Attached(Pilot):
-    """egeria; notes after each moment of a step what its journal says is frozen."""
+    """egeria; notes at each moment of a step how many layer modules are frozen according to the journal."""
 
-    def __init__(self, case: Case, directory: Path, course: Course | None = None, tracer: Any = None) -> None:
+    def __init__(self, case: Case, directory: Path, tracer: Any = None) -> None:
         self.case, self.directory, self.tracer = case, directory, tracer
-        self.course = course or Course()
+        self.modules, self.course = list[dict[str, Any]](), dict[tuple[int, str], int]()
         self.given, self.heard = list[int](), list[Any]()
         """The depths that the user's policy has asked for, and the events that a callback got."""
-        self.run: Any = None
-        self.is_closed, self.records = False, list[dict[str, Any]]()
-        self.torn = ""
-        """Where an interrupt came in the middle of a change of depth, which the journal cannot tell."""
-        path = directory / "journal.jsonl"
-        self._path, self._offset, self._depth = path, path.stat().st_size if path.exists() else 0, 0
+        self.torn, self.still_open = "", list[str]()
+        """Where an interrupt came within a change of depth, which the journal cannot tell; files open behind `close`."""
+        self._path, self._depth, self._is_closed = directory / "journal.jsonl", 0, False
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
+    def settings(self) -> dict[str, Any]:
+        """Return the `config`, and the policy or plan, that `attach` is given."""
+        case, groups = self.case, {"cache": CACHES[self.case.cache]}
+        if case.policy == "egeria":
+            groups |= {**FAST, "plasticity": {"interval_steps": case.interval, "window": 2}}
+            groups |= {"reference": {"precision": "fp32"}, "freezing": {"tolerance_share": 3.0}}
+        elif case.policy == "default":
+            groups["policy"] = {"pretrained": case.seed % 4 > 0}
+        given: dict[str, Any] = {"policy": case.policy}
+        given |= {"policy": lambda *, deepest, **_: Own(case, deepest, self.given)} if case.policy == "own" else {}
+        given = {"plan": case.plan} if case.policy == "plan" else {} if case.policy == "default" else given
+        return {"config": groups, **given}
 
     def open(self, training: Training) -> None:
         self.training, case = training, self.case
-        groups, given = self.settings()
-        if case.gives_loader:
-            given["loader"] = training.loader
-        given |= {"scheduler": training.schedulers or None, "total_steps": case.steps, "directory": self.directory}
-        attach = partial(egeria.attach, training.called, training.optimizers, config=groups, **given)
-        try:
-            with self.hit(-1):
-                self.run = attach()
-        except KeyboardInterrupt:  # a user runs the cell again
-            self.run = attach()
+        given = {**self.settings(), "directory": self.directory, "total_steps": case.steps}
+        given |= {"loader": training.loader} if case.gives_loader else {}
+        given["scheduler"] = training.schedulers or None
+        self.run: Any = None
+        with contextlib.suppress(KeyboardInterrupt), self.hit(-1):
+            self.run = egeria.attach(training.called, training.optimizers, **given)
+        if self.run is None:  # a user runs the cell again
+            self.run = egeria.attach(training.called, training.optimizers, **given)
         self.run.on_event(self.heard.append)
         if case.fault == "listener":
             self.run.on_event(self._raise_late)
 
-    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the `config`, and the policy or plan, that `attach` is given."""
-        case = self.case
-        groups: dict[str, Any] = {"cache": CACHES[case.cache]}
-        given: dict[str, Any] = {"policy": case.policy}
-        if case.policy == "egeria":
-            groups |= {**FAST, "plasticity": {"interval_steps": case.interval, "window": 2}}
-            groups |= {"reference": {"precision": "fp32"}, "freezing": {"tolerance_share": 3.0}}
-        elif case.policy == "own":
-            given = {"policy": lambda *, deepest, **_: Own(case, deepest, self.given)}
-        elif case.policy == "plan":
-            given = {"plan": case.plan}
-        elif case.policy == "default":
-            given, groups["policy"] = {}, {"pretrained": case.seed % 4 > 0}
-        return groups, given
-
     def hit(self, step: int) -> Any:
-        """Return the tracer at the step of an interrupt or a kill."""
-        is_here = self.tracer is not None and step == self.case.at
-        return self.tracer if is_here else contextlib.nullcontext()
+        return self.tracer if self.tracer is not None and step == self.case.at else contextlib.nullcontext()
 
-    def start(self, step: int) -> None:
-        if not self.is_closed:
-            self.course.starts[step] = self.told()
-        if step == self.case.at and self.case.fault == "disk":
+    def at(self, moment: str) -> None:
+        step = self.training.step
+        if moment in ("start", "updated", "end") and not self._is_closed:
+            self.course[step, "update" if moment == "updated" else moment] = self.told()
+        if moment == "start" and step == self.case.at and self.case.fault == "disk":
             size, hard = self._path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + self.case.damage % 500, hard))
-        elif step == self.case.at and self.case.fault == "cache file":
-            links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-            for link in links:  # the file has no name
+        elif moment == "start" and step == self.case.at and self.case.fault == "cache file":
+            for link in Path("/proc/self/fd").iterdir():  # the file has no name
                 with contextlib.suppress(OSError):
                     if "egeria-activations" in str(link.readlink()):
                         damage_file(link, self.case.damage)
 
-    def update(self, step: int, make: Callable[[], None]) -> None:
-        try:
-            make()
-        finally:
-            if not self.is_closed:
-                self.course.updates[step] = self.told()
+    def tell(self, loss: float) -> None:
+        self.run.step(1.0 if self.case.policy == "egeria" and self.case.seed % 2 else loss)
 
-    def tell(self, loss: Any, *, is_micro: bool = False) -> None:
-        try:
-            self.run.step(1.0 if self.case.policy == "egeria" and self.case.seed % 2 else loss)
-        finally:
-            if not (is_micro or self.is_closed):
-                self.course.ends[self.training.step] = self.told()
-
-    def is_torn(self, error: BaseException, training: Training) -> None:
-        """Note whether the interrupt came within a change of depth."""
-        trace, names = error.__traceback__, list[str]()
+    def note_interrupt(self, error: BaseException) -> None:
+        """Note whether an interrupt came within a change of depth."""
+        trace, names, training = error.__traceback__, set[str](), self.training
         while trace is not None:
-            names.append(trace.tb_frame.f_code.co_name)
+            names.add(trace.tb_frame.f_code.co_name)
             trace = trace.tb_next
-        inside = {"set_depth", "apply", "_tell", "restore", "_end", "_release", "freeze_to", "_runs_late"}
-        if found := inside.intersection(names):
-            self.torn = f"in {min(found)}"
-        if len(training.optimizers) > 1 and 0 < training.num_updates < len(training.optimizers):
-            self.torn = "between two optimizers"
-        if training.step == 0 and not training.num_updates and any(True for _ in training.model.buffers()):
-            self.torn = "statistics were begun anew"
+        changing = {"set_depth", "apply", "_tell", "restore", "_end", "_release", "freeze_to", "_runs_late"}
+        is_first = training.step == 0 and not training.num_updates and any(True for _ in training.model.buffers())
+        is_between = 0 < training.num_updates < len(training.optimizers)
+        # Statistics that begin anew count as the user's own wish: they are not kept still.
+        self.torn = self.torn or " ".join(changing & names) or "statistics" * is_first or "optimizers" * is_between
 
     def told(self) -> int:
         """Return how many layer modules are frozen according to the journal; rank 0 tells the others."""
         for record in self._news():
-            self.records.append(record)
             kind = record["event"]
             if kind == "run_started":
-                self.course.modules = record["modules"]
+                self.modules = record["modules"]
             elif kind in ("frozen", "resumed"):
                 self._depth = record["frozen"]
             elif kind in ("thawed", "run_closed") or (kind == "declined" and record["what"] == "freezing"):
                 self._depth = 0
         if self.case.ranks > 1:
-            both = [(self._depth, self.course.modules)]
+            both = [(self._depth, self.modules)]
             distributed.broadcast_object_list(both)
-            self._depth, self.course.modules = both[0]
+            self._depth, self.modules = both[0]
         return self._depth
 
     def _news(self) -> list[dict[str, Any]]:
@@ -448,14 +377,117 @@ class Attached(Pilot):
             raise Boom
 
     def close(self) -> None:
-        try:
-            with self.hit(self.case.steps):
-                self.run.close()
-        except KeyboardInterrupt:
-            pass
+        with contextlib.suppress(KeyboardInterrupt), self.hit(self.case.steps):
+            self.run.close()
         self.run.close()
-        self.is_closed = True
-        links = [str(Path("/proc/self/fd", name).resolve()) for name in os.listdir("/proc/self/fd")]
-        self.still_open = [link for link in links if str(self.directory) in link]
+        self._is_closed = True
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        self.still_open = [name for name in map(os.path.realpath, links) if str(self.directory) in name]
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def damage_file(path: Path, number: int) -> None:
+    """Cut a file short, or write something else into it."""
+    if not path.exists() or not (data := path.read_bytes()):
+        return
+    draw = random.Random(number)
+    place = draw.randrange(len(data))
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(draw.randbytes(draw.choice([1, 200])))
+        file.truncate(place if draw.random() < 0.3 else None)
+
+
+# --- the pilot who does it by hand -------------------------------------------------------------------------------------
+
+
+class ByHand(Pilot):
+    """Freezes layer modules by `requires_grad`, modes and gradients, as a course says, and knows nothing of egeria."""
+
+    is_by_hand = True
+
+    def __init__(self, modules: list[dict[str, Any]], course: dict[tuple[int, str], int]) -> None:
+        self.modules, self.course, self._depth = modules, course, 0
+        self._held, self._still = list[set[str]](), set[nn.Module]()
+        """For each frozen layer module the parameters switched off with it; the modules that stay in eval mode."""
+        self._handles, self._before, self._modes = list[Any](), dict[nn.Module, bool](), tuple[bool, ...]()
+
+    def open(self, training: Training) -> None:
+        self.training, model = training, training.model
+        self._handles += [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]
+        for number, module in enumerate(self.modules if training.case.spec.tied else (), start=1):
+            cut: Callable[..., Any] = lambda *given, number=number: self._cut(number, given[-1])  # noqa: E731
+            self._handles.append(model.get_submodule(module["tap"]).register_forward_hook(cut))
+
+    def at(self, moment: str) -> None:
+        if moment in ("start", "update", "end"):
+            self.freeze(self.course.get((self.training.step, moment), 0) if self._handles else 0)
+        elif self.training.case.ranks > 1 and moment == "pass":
+            for buffer in self.training.model.buffers():
+                distributed.broadcast(buffer, 0)
+        elif self.training.case.ranks > 1 and moment == "backward":
+            self._reduce()
+
+    def close(self) -> None:
+        self.freeze(0)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def switch(self, name: str, flag: bool) -> None:
+        super().switch(name, flag)
+        for names in self._held:  # the user is the owner of it from now on
+            names.discard(name)
+
+    def freeze(self, depth: int) -> None:
+        """Freeze so many front layer modules; thaw the others."""
+        if depth == self._depth:
+            return
+        named = dict(self.training.model.named_parameters(remove_duplicate=False))
+        while len(self._held) > depth:
+            for name in self._held.pop():
+                named[name].requires_grad_(True)
+        for module in self.modules[len(self._held) : depth]:
+            self._held.append({name for name in module["parameters"] if named[name].requires_grad})
+            for name in self._held[-1]:
+                named[name].requires_grad_(False).grad = None
+        self._depth, self._still = depth, self._find_still(depth)
+
+    def _find_still(self, depth: int) -> set[nn.Module]:
+        """Return the submodules of frozen layer modules that no active one uses."""
+        model, none = self.training.model, set[nn.Module]()
+        roots = [[model.get_submodule(name) for name in module["submodules"]] for module in self.modules]
+        parts = [{part for root in own for part in root.modules()} for own in roots]
+        front = none.union(*(own for own, held in zip(parts, self._held, strict=False) if held))
+        trains = {part for part in front if any(entry.requires_grad for entry in part.parameters(recurse=False))}
+        return front - none.union(*parts[depth:]) - trains
+
+    def _enter(self, *_: Any) -> None:
+        self._before = {part: part.training for part in self._still}
+        for part in self._still:
+            part.training = False
+        self._modes = super().modes()
+
+    def _leave(self, *_: Any) -> None:
+        for part, mode in self._before.items():
+            part.training = mode
+
+    def modes(self) -> tuple[bool, ...]:
+        return self._modes if self._handles else super().modes()
+
+    def _cut(self, number: int, output: Tensor) -> Tensor | None:
+        """Detach the end of the front, where a tied weight would keep its backward pass."""
+        names = {name for module in self.modules[:number] for name in module["parameters"]}
+        own = [self.training.named[name] for name in names.difference(self.training.case.spec.tied)]
+        return None if number != self._depth or any(entry.requires_grad for entry in own) else output.detach()
+
+    def _reduce(self) -> None:
+        """Take the mean of the gradients of two ranks."""
+        own = [entry for entry in self.training.named.values() if entry.requires_grad]
+        flags = torch.tensor([entry.grad is not None for entry in own], dtype=torch.float32)
+        distributed.all_reduce(flags)
+        for entry, flag in zip(own, flags.tolist(), strict=True):
+            if flag:
+                entry.grad = torch.zeros_like(entry) if entry.grad is None else entry.grad / 2
+                distributed.all_reduce(entry.grad)
