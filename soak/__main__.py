@@ -9,7 +9,6 @@ import collections
 import contextlib
 import gc
 import shlex
-import subprocess
 import sys
 import time
 import traceback
@@ -94,14 +93,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each with seeds of its own")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to look for a smaller case that fails too")
     parser.add_argument("--case", help="make one trial again, as printed by a failure")
     told = parser.parse_args()
-    if told.jobs > 1 and not told.case:
-        command = [sys.executable, "-m", "soak", "--minutes", str(told.minutes), "--shrink", str(told.shrink), "--seed"]
-        children = [subprocess.Popen([*command, str(told.seed * 100 + job)]) for job in range(told.jobs)]
-        return max(child.wait() for child in children)
     torch.set_num_threads(1)
     soak = Soak(told.minutes, told.shrink)
     gc.freeze()  # what is here now need not be looked at behind each trial

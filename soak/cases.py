@@ -28,7 +28,7 @@ class Case:
     steps: int = 8
     after: int = 0  # steps behind the close
     optimizer: str = "sgd"
-    schedule: str = ""
+    falls: bool = False  # whether a scheduler makes the learning rate fall to a tenth, twice
     policy: str = "none"
     plan: str = ""
     interval: int = 1
@@ -129,17 +129,6 @@ def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]
     return made[case.optimizer]()
 
 
-def make_schedulers(case: Case, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
-    """Return a scheduler for each optimizer, or none."""
-    schedulers = torch.optim.lr_scheduler
-    kinds: dict[str, Any] = {
-        "step": lambda o: schedulers.StepLR(o, max(1, case.steps // 3), 0.1),
-        "cosine": lambda o: schedulers.CosineAnnealingLR(o, case.steps),
-        "warm": lambda o: schedulers.LambdaLR(o, lambda step: min(1.0, (step + 1) / 4)),
-    }
-    return [kinds[case.schedule](optimizer) for optimizer in optimizers] if case.schedule else []
-
-
 @st.composite
 def cases(draw: Any) -> Case:
     """Draw a training."""
@@ -157,11 +146,10 @@ def cases(draw: Any) -> Case:
     if (model := draw(st.sampled_from(["drawn"] * 6 + list(MODELS)))) == "drawn":
         first, more = st.sampled_from(BLOCKS[:-1]), st.lists(st.sampled_from(BLOCKS), min_size=2, max_size=5)
         given["blocks"] = (draw(first), *draw(more))
-    flags = ("tells_micro", "clips", "sets_to_none", "shuffles", "gives_loader", "calls_train", "goes_on")
+    flags = ("tells_micro", "clips", "sets_to_none", "shuffles", "gives_loader", "calls_train", "goes_on", "falls")
     given |= {name: draw(flag) for name in flags} | {"model": model, "cache": cache}
     given |= {
         "optimizer": draw(st.sampled_from(["sgd", "adamw", "plain", "rmsprop", "groups", "two"])),
-        "schedule": some("", "step", "cosine", "warm"),
         "precision": some("fp32", "bf16"),
         "accumulation": some(1, 2, 3),
         "evaluates": some(0, 3),

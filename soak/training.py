@@ -1,27 +1,26 @@
-"""The loop of a training, which knows nothing of freezing, and its two pilots: egeria, and a user who does it by hand."""
+"""The loop of a training, which knows nothing of freezing, and its pilots: egeria, and a user who does it by hand."""
 
 import contextlib
-import io
 import itertools
 import json
 import math
 import os
 import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
 from egeria.policy import Depth, Wants
-from laws.models import BATCH, NUM_ROWS
+from laws.models import BATCH
 from loops import FAST
-from soak.cases import RAISES, Case, make_optimizers, make_schedulers
+from soak.cases import RAISES, Case, make_optimizers
 
 CACHES = {"": {"enabled": False}, "memory": {"enabled": "auto", "gate": "open"}}
 CACHES["disk"] = {"enabled": True, "gate": "open", "verify_batches": 3}
@@ -31,66 +30,25 @@ class Boom(Exception):
     """Raised by the user's own code."""
 
 
-class Order(Sampler):
-    """The rows in order, or in another order in each epoch."""
-
-    def __init__(self, case: Case) -> None:
-        self.shuffles, self.random = case.shuffles, torch.Generator().manual_seed(case.seed)
-
-    def __len__(self) -> int:
-        return NUM_ROWS
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(NUM_ROWS, generator=self.random).tolist() if self.shuffles else range(NUM_ROWS)
-
-
-class Pilot:
-    """Whoever freezes in a training; this one does not."""
-
-    is_by_hand = False
-    training: "Training"
-
-    def open(self, training: "Training") -> None:
-        self.training = training
-
-    def at(self, moment: str) -> None:
-        """Called at moments of a step: at its "start", behind the backward pass and the "update", and at its "end"."""
-
-    def modes(self) -> tuple[bool, ...]:
-        """Return the modes that the modules had in the newest forward pass."""
-        return tuple(part.training for part in self.training.model.modules())
-
-    def tell(self, loss: float) -> None:
-        """Called behind each step, and behind micro-batches."""
-
-    def switch(self, name: str, flag: bool) -> None:
-        """Make the user's own call of `requires_grad_`."""
-        self.training.named[name].requires_grad_(flag)
-
-    def hit(self, step: int) -> Any:
-        """Return the context of a step, for faults that strike the library alone."""
-        return contextlib.nullcontext()
-
-    def close(self) -> None:
-        """End freezing."""
-
-
 class Training:
-    """An ordinary loop. Everything that the two of a pair may differ in is the pilot's."""
+    """An ordinary loop. Everything that the two of a pair may differ in is the pilot's, which is called at its moments."""
 
-    def __init__(self, case: Case, pilot: Pilot, rank: int = 0) -> None:
+    def __init__(self, case: Case, pilot: Any, rank: int = 0) -> None:
         torch.manual_seed(case.seed)
         random.seed(case.seed)
         self.case, self.pilot, self.model = case, pilot, case.spec.build().train()
         self.named, self.called = dict(self.model.named_parameters()), self.model
-        if case.ranks > 1 and not pilot.is_by_hand:
-            self.called = DistributedDataParallel(self.model, find_unused_parameters=not case.spec.uses_all)
+        if case.ranks > 1:
+            unused = pilot.is_by_hand or not case.spec.uses_all
+            self.called = DistributedDataParallel(self.model, find_unused_parameters=unused)
         self.optimizers = make_optimizers(case, self.model)
-        self.schedulers = make_schedulers(case, self.optimizers)
+        falling = self.optimizers if case.falls else []
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 1 + case.steps // 3) for each in falling]
         self.parts = {f"{type(part).__name__} {n}": part for n, part in enumerate([*self.optimizers, *self.schedulers])}
         self.parts["model"] = self.model
         rows = case.spec.rows(torch.Generator().manual_seed(case.seed + 1000 * rank))
-        self.loader = DataLoader(TensorDataset(*rows), batch_size=BATCH, sampler=Order(case))
+        order = {"shuffle": case.shuffles, "generator": torch.Generator().manual_seed(case.seed)}
+        self.loader = DataLoader(TensorDataset(*rows), batch_size=BATCH, **order)
         self.batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
         self.step = self.num_updates = self.end = 0
         self.losses, self.trace, self.is_over = list[float](), list[Any](), False
@@ -112,7 +70,9 @@ class Training:
         while self.step < end:
             batches = [next(self.batches) for _ in range(self.case.accumulation)]
             self._prepare()
-            before, self.num_updates, self._is_finished = self._snapshot(), 0, False
+            before, random_before = [entry.clone() for entry in self.model.buffers()], torch.get_rng_state()
+            had_none = [entry.grad is None for entry in self.named.values()]
+            self.num_updates, self._is_finished = 0, False
             try:
                 with self.pilot.hit(self.step):
                     self._make(batches)
@@ -120,7 +80,7 @@ class Training:
                 is_made = self.num_updates > 0
                 self.pilot.note_interrupt(error)
                 if not is_made:
-                    self._roll_back(*before)
+                    self._roll_back(before, random_before, had_none)
                 if is_made or self.case.goes_on:
                     self._make(batches)
                 if not self.case.goes_on:
@@ -156,7 +116,6 @@ class Training:
     def _pass(self, inputs: Tensor, targets: Tensor, *, is_last: bool) -> float:
         """Make the passes of a micro-batch; return the loss that the library is told."""
         case = self.case
-        self.pilot.at("pass")
         with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
             loss = nn.functional.cross_entropy(self.called(inputs).float(), targets) / case.accumulation
         self.trace.append((self.step, "modes", self.pilot.modes()))
@@ -164,7 +123,6 @@ class Training:
             raise Boom
         is_nan = case.nan_at == self.step
         (loss * math.nan if is_nan and case.seed % 3 == 0 else loss).backward()
-        self.pilot.at("backward")
         told = math.nan if is_nan else float(loss.detach()) * case.accumulation
         if case.tells_micro and not is_last:
             self.pilot.tell(told)
@@ -199,18 +157,15 @@ class Training:
         if self.case.keeps_eval and parts:
             parts[self.case.seed % len(parts)].eval()
 
-    def _snapshot(self) -> tuple[list[Tensor], Tensor]:
-        return [entry.clone() for entry in self.model.buffers()], torch.get_rng_state()
-
-    def _roll_back(self, buffers: list[Tensor], random_state: Tensor) -> None:
+    def _roll_back(self, buffers: list[Tensor], random_state: Tensor, had_none: list[bool]) -> None:
         """Undo what an interrupted step has changed, as loading a checkpoint would."""
         for entry, before in zip(self.model.buffers(), buffers, strict=True):
             if not entry.equal(before):
                 entry.copy_(before)
         torch.set_rng_state(random_state)
         self.trace = [entry for entry in self.trace if entry[0] != self.step]
-        for parameter in self.named.values():
-            parameter.grad = None
+        for parameter, is_none in zip(self.named.values(), had_none, strict=True):
+            parameter.grad = None if is_none or parameter.grad is None else torch.zeros_like(parameter)
 
     def _note_update(self, *_: Any) -> None:
         self.num_updates += 1
@@ -240,6 +195,11 @@ class Training:
         return {name: as_bytes(value) for name, value in saved.items() if name != "trace"}
 
 
+def modes_of(model: nn.Module) -> tuple[bool, ...]:
+    """Return which modules are in training mode."""
+    return tuple(part.training for part in model.modules())
+
+
 def as_bytes(value: Any) -> Any:
     """Return dictionaries with the bytes of tensors, and with the texts of anything else."""
     if isinstance(value, dict):
@@ -247,7 +207,7 @@ def as_bytes(value: Any) -> Any:
     return value.detach().flatten().view(torch.uint8).clone() if isinstance(value, Tensor) else repr(value)
 
 
-# --- egeria as the pilot -----------------------------------------------------------------------------------------------
+# --- egeria as the pilot ----------------------------------------------------------------------------------------------
 
 
 class Own:
@@ -273,18 +233,21 @@ class Own:
         self.num_asked = state["num_asked"]
 
 
-class Attached(Pilot):
+class Attached:
     """egeria; notes at each moment of a step how many layer modules are frozen according to the journal."""
+
+    is_by_hand = False
 
     def __init__(self, case: Case, directory: Path, tracer: Any = None) -> None:
         self.case, self.directory, self.tracer = case, directory, tracer
         self.modules, self.course = list[dict[str, Any]](), dict[tuple[int, str], int]()
         self.given, self.heard = list[int](), list[Any]()
         """The depths that the user's policy has asked for, and the events that a callback got."""
-        self.torn, self.still_open = "", list[str]()
-        """Where an interrupt came within a change of depth, which the journal cannot tell; files open behind `close`."""
+        self.torn, self.still_open, self.is_odd = "", list[str](), False
+        """Where an interrupt came within a change of depth, which the journal cannot tell; files open behind `close`;
+        whether the journal left out that a layer module froze, or that all thawed."""
         self._path, self._depth, self._is_closed = directory / "journal.jsonl", 0, False
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._offset = len(self._path.read_text(errors="replace")) if self._path.exists() else 0
 
     def settings(self) -> dict[str, Any]:
         """Return the `config`, and the policy or plan, that `attach` is given."""
@@ -309,9 +272,7 @@ class Attached(Pilot):
             self.run = egeria.attach(training.called, training.optimizers, **given)
         if self.run is None:  # a user runs the cell again
             self.run = egeria.attach(training.called, training.optimizers, **given)
-        self.run.on_event(self.heard.append)
-        if case.fault == "listener":
-            self.run.on_event(self._raise_late)
+        self.run.on_event(self._hear)
 
     def hit(self, step: int) -> Any:
         return self.tracer if self.tracer is not None and step == self.case.at else contextlib.nullcontext()
@@ -332,6 +293,12 @@ class Attached(Pilot):
     def tell(self, loss: float) -> None:
         self.run.step(1.0 if self.case.policy == "egeria" and self.case.seed % 2 else loss)
 
+    def switch(self, name: str, flag: bool) -> None:
+        self.training.named[name].requires_grad_(flag)
+
+    def modes(self) -> tuple[bool, ...]:
+        return modes_of(self.training.model)
+
     def note_interrupt(self, error: BaseException) -> None:
         """Note whether an interrupt came within a change of depth."""
         trace, names, training = error.__traceback__, set[str](), self.training
@@ -351,6 +318,7 @@ class Attached(Pilot):
             if kind == "run_started":
                 self.modules = record["modules"]
             elif kind in ("frozen", "resumed"):
+                self.is_odd |= kind == "frozen" and record["frozen"] != self._depth + 1
                 self._depth = record["frozen"]
             elif kind in ("thawed", "run_closed") or (kind == "declined" and record["what"] == "freezing"):
                 self._depth = 0
@@ -362,18 +330,15 @@ class Attached(Pilot):
 
     def _news(self) -> list[dict[str, Any]]:
         if self.case.fault == "disk":
-            news, self.heard[:] = [event.to_dict() for event in self.heard], []
-            return news
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole = file.read().rpartition(b"\n")[0]
-        self._offset += len(whole) + 1 if whole else 0
-        return [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+            begin, self._offset = self._offset, len(self.heard)
+            return self.heard[begin:]
+        text = self._path.read_text(errors="replace") if self._path.exists() else ""
+        begin, self._offset = self._offset, text.rfind("\n") + 1
+        return [json.loads(line) for line in text[begin : self._offset].splitlines() if line]
 
-    def _raise_late(self, _event: Any) -> None:
-        if len(self.heard) > self.case.damage % 7:
+    def _hear(self, event: Any) -> None:
+        self.heard.append(event.to_dict())
+        if self.case.fault == "listener" and len(self.heard) > self.case.damage % 7:
             raise Boom
 
     def close(self) -> None:
@@ -399,16 +364,16 @@ def damage_file(path: Path, number: int) -> None:
         file.truncate(place if draw.random() < 0.3 else None)
 
 
-# --- the pilot who does it by hand -------------------------------------------------------------------------------------
+# --- the pilot who does it by hand ------------------------------------------------------------------------------------
 
 
-class ByHand(Pilot):
-    """Freezes layer modules by `requires_grad`, modes and gradients, as a course says, and knows nothing of egeria."""
+class ByHand:
+    """Freezes layer modules by `requires_grad`, modes and gradients, as a course says; nothing without one."""
 
     is_by_hand = True
 
-    def __init__(self, modules: list[dict[str, Any]], course: dict[tuple[int, str], int]) -> None:
-        self.modules, self.course, self._depth = modules, course, 0
+    def __init__(self, modules: Any = (), course: dict[tuple[int, str], int] | None = None) -> None:
+        self.modules, self.course, self._depth = modules, course or {}, 0
         self._held, self._still = list[set[str]](), set[nn.Module]()
         """For each frozen layer module the parameters switched off with it; the modules that stay in eval mode."""
         self._handles, self._before, self._modes = list[Any](), dict[nn.Module, bool](), tuple[bool, ...]()
@@ -423,11 +388,12 @@ class ByHand(Pilot):
     def at(self, moment: str) -> None:
         if moment in ("start", "update", "end"):
             self.freeze(self.course.get((self.training.step, moment), 0) if self._handles else 0)
-        elif self.training.case.ranks > 1 and moment == "pass":
-            for buffer in self.training.model.buffers():
-                distributed.broadcast(buffer, 0)
-        elif self.training.case.ranks > 1 and moment == "backward":
-            self._reduce()
+
+    def tell(self, loss: float) -> None:
+        """Nobody is told."""
+
+    def hit(self, step: int) -> Any:
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         self.freeze(0)
@@ -436,7 +402,7 @@ class ByHand(Pilot):
         self._handles.clear()
 
     def switch(self, name: str, flag: bool) -> None:
-        super().switch(name, flag)
+        self.training.named[name].requires_grad_(flag)
         for names in self._held:  # the user is the owner of it from now on
             names.discard(name)
 
@@ -467,27 +433,17 @@ class ByHand(Pilot):
         self._before = {part: part.training for part in self._still}
         for part in self._still:
             part.training = False
-        self._modes = super().modes()
+        self._modes = modes_of(self.training.model)
 
     def _leave(self, *_: Any) -> None:
         for part, mode in self._before.items():
             part.training = mode
 
     def modes(self) -> tuple[bool, ...]:
-        return self._modes if self._handles else super().modes()
+        return self._modes if self._handles else modes_of(self.training.model)
 
     def _cut(self, number: int, output: Tensor) -> Tensor | None:
         """Detach the end of the front, where a tied weight would keep its backward pass."""
         names = {name for module in self.modules[:number] for name in module["parameters"]}
         own = [self.training.named[name] for name in names.difference(self.training.case.spec.tied)]
         return None if number != self._depth or any(entry.requires_grad for entry in own) else output.detach()
-
-    def _reduce(self) -> None:
-        """Take the mean of the gradients of two ranks."""
-        own = [entry for entry in self.training.named.values() if entry.requires_grad]
-        flags = torch.tensor([entry.grad is not None for entry in own], dtype=torch.float32)
-        distributed.all_reduce(flags)
-        for entry, flag in zip(own, flags.tolist(), strict=True):
-            if flag:
-                entry.grad = torch.zeros_like(entry) if entry.grad is None else entry.grad / 2
-                distributed.all_reduce(entry.grad)
