@@ -66,26 +66,20 @@ class Soak:
             with contextlib.suppress(Exception):
                 seed(number)(prepared)()
             number += 1
-            say(f"{len(self.kinds)} trainings in {time.monotonic() - self.begin:.0f} s")
+            print(f"{len(self.kinds)} trainings in {time.monotonic() - self.begin:.0f} s", flush=True)
 
     def tell(self) -> int:
         """Print what was trained, and the smallest case that failed; return the exit status."""
         for names in zip(*self.kinds, strict=True):
-            say("  " + ", ".join(f"{name} {count}" for name, count in collections.Counter(names).most_common()))
-        say(f"{len(self.kinds)} trainings, {'a failure' if self.failed else 'no failure'}")
+            print("  " + ", ".join(f"{name} {count}" for name, count in collections.Counter(names).most_common()))
+        print(f"{len(self.kinds)} trainings, {'a failure' if self.failed else 'no failure'}")
         if not self.failed:
             return 0
         line = min(self.failed, key=len)
         frames = traceback.format_exception(self.failed[line])
-        say("".join(frames[-1:] if isinstance(self.failed[line], AssertionError) else frames[-8:]))
-        say(f"Found in {self.found}. To make it again:\n  scripts/soak --case {shlex.quote(line)}")
+        print("".join(frames[-1:] if isinstance(self.failed[line], AssertionError) else frames[-8:]))
+        print(f"Found in {self.found}. To make it again:\n  scripts/soak --case {shlex.quote(line)}")
         return 1
-
-
-def say(text: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def main() -> int:

@@ -156,7 +156,7 @@ def cases(draw: Any) -> Case:
         "keeps_eval": some(False, True),
         "nan_at": some(-1, draw(moment)),
         "after": draw(st.integers(0, 3)),
-        "ranks": draw(st.sampled_from([1] * 19 + [2])),
+        "ranks": draw(st.sampled_from([1] * 11 + [2])),
     }
     if some(False, True):
         switch = st.tuples(moment, st.integers(0, 40), flag)

@@ -1,6 +1,7 @@
 """The loop of a training, which knows nothing of freezing, and its pilots: egeria, and a user who does it by hand."""
 
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -31,7 +32,7 @@ class Boom(Exception):
 
 
 class Training:
-    """An ordinary loop. Everything that the two of a pair may differ in is the pilot's, which is called at its moments."""
+    """An ordinary loop. Everything that the two of a pair may differ in is the pilot's, who is called at moments."""
 
     def __init__(self, case: Case, pilot: Any, rank: int = 0) -> None:
         torch.manual_seed(case.seed)
@@ -70,8 +71,7 @@ class Training:
         while self.step < end:
             batches = [next(self.batches) for _ in range(self.case.accumulation)]
             self._prepare()
-            before, random_before = [entry.clone() for entry in self.model.buffers()], torch.get_rng_state()
-            had_none = [entry.grad is None for entry in self.named.values()]
+            before = copy.deepcopy(self.save()) if self.case.fault == "interrupt" else {}
             self.num_updates, self._is_finished = 0, False
             try:
                 with self.pilot.hit(self.step):
@@ -79,8 +79,10 @@ class Training:
             except KeyboardInterrupt as error:
                 is_made = self.num_updates > 0
                 self.pilot.note_interrupt(error)
-                if not is_made:
-                    self._roll_back(before, random_before, had_none)
+                if not is_made:  # as a user would who loads a checkpoint
+                    own = zip(self.named.values(), before["grads"], strict=True)
+                    before["grads"] = [None if entry.grad is None else grad for entry, grad in own]
+                    self._restore(before)
                 if is_made or self.case.goes_on:
                     self._make(batches)
                 if not self.case.goes_on:
@@ -96,7 +98,7 @@ class Training:
             self._told = [self._pass(*batch, is_last=batch is batches[-1]) for batch in batches]
             if case.clips:
                 nn.utils.clip_grad_norm_(parameters, 0.5)
-            self.trace += [(self.step, "gradients", [(p.grad is None, p.requires_grad) for p in parameters])]
+            self.trace.append((self.step, [(entry.grad is None, entry.requires_grad) for entry in parameters]))
             self.pilot.at("update")
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -118,7 +120,6 @@ class Training:
         case = self.case
         with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
             loss = nn.functional.cross_entropy(self.called(inputs).float(), targets) / case.accumulation
-        self.trace.append((self.step, "modes", self.pilot.modes()))
         if case.fault == "exception" and self.step == case.at and not self.is_over:
             raise Boom
         is_nan = case.nan_at == self.step
@@ -157,16 +158,6 @@ class Training:
         if self.case.keeps_eval and parts:
             parts[self.case.seed % len(parts)].eval()
 
-    def _roll_back(self, buffers: list[Tensor], random_state: Tensor, had_none: list[bool]) -> None:
-        """Undo what an interrupted step has changed, as loading a checkpoint would."""
-        for entry, before in zip(self.model.buffers(), buffers, strict=True):
-            if not entry.equal(before):
-                entry.copy_(before)
-        torch.set_rng_state(random_state)
-        self.trace = [entry for entry in self.trace if entry[0] != self.step]
-        for parameter, is_none in zip(self.named.values(), had_none, strict=True):
-            parameter.grad = None if is_none or parameter.grad is None else torch.zeros_like(parameter)
-
     def _note_update(self, *_: Any) -> None:
         self.num_updates += 1
 
@@ -182,6 +173,9 @@ class Training:
             next(self.batches)
         for _, name, flag in [entry for entry in self._switches() if entry[0] < saved["step"]]:
             self.named[name].requires_grad_(flag)
+        self._restore(saved)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
         for name, part in self.parts.items():
             part.load_state_dict(saved[name])
         for entry, grad in zip(self.named.values(), saved["grads"], strict=True):
@@ -193,11 +187,6 @@ class Training:
         """Return all numbers that a training changes, as bytes, so that what is not a number is compared too."""
         saved = {**self.save(), "grads": {name: entry.grad for name, entry in self.named.items()}}
         return {name: as_bytes(value) for name, value in saved.items() if name != "trace"}
-
-
-def modes_of(model: nn.Module) -> tuple[bool, ...]:
-    """Return which modules are in training mode."""
-    return tuple(part.training for part in model.modules())
 
 
 def as_bytes(value: Any) -> Any:
@@ -257,10 +246,9 @@ class Attached:
             groups |= {"reference": {"precision": "fp32"}, "freezing": {"tolerance_share": 3.0}}
         elif case.policy == "default":
             groups["policy"] = {"pretrained": case.seed % 4 > 0}
-        given: dict[str, Any] = {"policy": case.policy}
-        given |= {"policy": lambda *, deepest, **_: Own(case, deepest, self.given)} if case.policy == "own" else {}
-        given = {"plan": case.plan} if case.policy == "plan" else {} if case.policy == "default" else given
-        return {"config": groups, **given}
+        maker = lambda *, deepest, **_: Own(case, deepest, self.given)  # noqa: E731
+        given = {"default": {}, "plan": {"plan": case.plan}, "own": {"policy": maker}}
+        return {"config": groups, **given.get(case.policy, {"policy": case.policy})}
 
     def open(self, training: Training) -> None:
         self.training, case = training, self.case
@@ -295,9 +283,6 @@ class Attached:
 
     def switch(self, name: str, flag: bool) -> None:
         self.training.named[name].requires_grad_(flag)
-
-    def modes(self) -> tuple[bool, ...]:
-        return modes_of(self.training.model)
 
     def note_interrupt(self, error: BaseException) -> None:
         """Note whether an interrupt came within a change of depth."""
@@ -376,7 +361,7 @@ class ByHand:
         self.modules, self.course, self._depth = modules, course or {}, 0
         self._held, self._still = list[set[str]](), set[nn.Module]()
         """For each frozen layer module the parameters switched off with it; the modules that stay in eval mode."""
-        self._handles, self._before, self._modes = list[Any](), dict[nn.Module, bool](), tuple[bool, ...]()
+        self._handles, self._before = list[Any](), dict[nn.Module, bool]()
 
     def open(self, training: Training) -> None:
         self.training, model = training, training.model
@@ -433,14 +418,10 @@ class ByHand:
         self._before = {part: part.training for part in self._still}
         for part in self._still:
             part.training = False
-        self._modes = modes_of(self.training.model)
 
     def _leave(self, *_: Any) -> None:
         for part, mode in self._before.items():
             part.training = mode
-
-    def modes(self) -> tuple[bool, ...]:
-        return self._modes if self._handles else modes_of(self.training.model)
 
     def _cut(self, number: int, output: Tensor) -> Tensor | None:
         """Detach the end of the front, where a tied weight would keep its backward pass."""

@@ -216,16 +216,12 @@ def _resume(case: Case, folder: Path, rank: int, checkpoint: bytes) -> tuple[Tra
 def _damaged(state: Any, number: int) -> Any:
     """Return a copy of a state with one entry replaced or removed."""
     draw, whole = random.Random(number), copy.deepcopy(state)
-    table = whole
-    while True:
-        key = draw.choice(list(table) if isinstance(table, dict) else range(len(table)))
-        if not (isinstance(table[key], (dict, list)) and table[key] and draw.random() < 0.8):
-            break
-        table = table[key]
+    table, key = whole, draw.choice(list(whole))
+    while isinstance(table[key], dict) and table[key] and draw.random() < 0.8:
+        table, key = table[key], draw.choice(list(table[key]))
+    table[key] = draw.choice([None, -1, "x", math.nan, [], {}, 10**9])
     if draw.random() < 0.4:
         del table[key]
-    else:
-        table[key] = draw.choice([None, -1, "x", math.nan, [], {}, 10**9])
     return whole
 
 
