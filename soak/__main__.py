@@ -5,6 +5,7 @@ makes it again.
 """
 
 import argparse
+import ast
 import collections
 import contextlib
 import gc
@@ -22,8 +23,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from soak.cases import Case, cases
 from soak.trials import check
 
-BATCH = 200
-"""Trials of one call of Hypothesis."""
+BATCH = 200  # trials of one call of Hypothesis
 
 
 class Soak:
@@ -37,7 +37,7 @@ class Soak:
 
     def trial(self, case: Case) -> None:
         """Make one trial, unless the time is over."""
-        line = case.to_json()
+        line = str(case)
         if time.monotonic() > self.ends:
             if line in self.failed:  # what Hypothesis ends with has to fail again
                 raise self.failed[line]
@@ -95,7 +95,7 @@ def main() -> int:
     gc.freeze()  # what is here now need not be looked at behind each trial
     if told.case:
         with contextlib.suppress(Exception):
-            soak.trial(Case.from_json(told.case))
+            soak.trial(Case(**ast.literal_eval(told.case)))
     else:
         soak.run(1000 * told.seed)
     return soak.tell()

@@ -2,13 +2,15 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import math
 import os
 import random
 import resource
-from collections.abc import Callable
+import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from soak.cases import RAISES, Case, make_optimizers
 CACHES = {"": {"enabled": False}, "memory": {"enabled": "auto", "gate": "open"}}
 CACHES["disk"] = {"enabled": True, "gate": "open", "verify_batches": 3}
 
+CHANGING = {"set_depth", "apply", "_tell", "restore", "_end", "_release", "freeze_to", "_runs_late"}
+
 
 class Boom(Exception):
     """Raised by the user's own code."""
@@ -40,7 +44,7 @@ class Training:
         self.case, self.pilot, self.model = case, pilot, case.spec.build().train()
         self.named, self.called = dict(self.model.named_parameters()), self.model
         if case.ranks > 1:
-            unused = pilot.is_by_hand or not case.spec.uses_all
+            unused = isinstance(pilot, ByHand) or not case.spec.uses_all
             self.called = DistributedDataParallel(self.model, find_unused_parameters=unused)
         self.optimizers = make_optimizers(case, self.model)
         falling = self.optimizers if case.falls else []
@@ -67,16 +71,16 @@ class Training:
         self.run(self.step + self.case.after)
 
     def run(self, end: int) -> None:
-        """Train up to a step."""
         while self.step < end:
             batches = [next(self.batches) for _ in range(self.case.accumulation)]
             self._prepare()
             before = copy.deepcopy(self.save()) if self.case.fault == "interrupt" else {}
             self.num_updates, self._is_finished = 0, False
             try:
-                with self.pilot.hit(self.step):
-                    self._make(batches)
+                self._make(batches)
             except KeyboardInterrupt as error:
+                if self.case.fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 is_made = self.num_updates > 0
                 self.pilot.note_interrupt(error)
                 if not is_made:  # as a user would who loads a checkpoint
@@ -112,7 +116,7 @@ class Training:
         told = self._told if case.tells_micro else self._told[-1:]
         self.losses.append(sum(told) / len(told))
         self._is_finished = True
-        self.pilot.tell(told[-1])
+        self.pilot.at("tell", told[-1])
         self.pilot.at("end")
 
     def _pass(self, inputs: Tensor, targets: Tensor, *, is_last: bool) -> float:
@@ -126,11 +130,10 @@ class Training:
         (loss * math.nan if is_nan and case.seed % 3 == 0 else loss).backward()
         told = math.nan if is_nan else float(loss.detach()) * case.accumulation
         if case.tells_micro and not is_last:
-            self.pilot.tell(told)
+            self.pilot.at("tell", told)
         return told
 
     def _prepare(self) -> None:
-        """Do what a user does between two steps."""
         case = self.case
         is_evaluated = case.evaluates and self.step and self.step % case.evaluates == 0
         if is_evaluated:
@@ -196,9 +199,6 @@ def as_bytes(value: Any) -> Any:
     return value.detach().flatten().view(torch.uint8).clone() if isinstance(value, Tensor) else repr(value)
 
 
-# --- egeria as the pilot ----------------------------------------------------------------------------------------------
-
-
 class Own:
     """A policy of the user's own, which gives its answers in turn."""
 
@@ -225,16 +225,14 @@ class Own:
 class Attached:
     """egeria; notes at each moment of a step how many layer modules are frozen according to the journal."""
 
-    is_by_hand = False
-
     def __init__(self, case: Case, directory: Path, tracer: Any = None) -> None:
         self.case, self.directory, self.tracer = case, directory, tracer
         self.modules, self.course = list[dict[str, Any]](), dict[tuple[int, str], int]()
-        self.given, self.heard = list[int](), list[Any]()
-        """The depths that the user's policy has asked for, and the events that a callback got."""
-        self.torn, self.still_open, self.is_odd = "", list[str](), False
-        """Where an interrupt came within a change of depth, which the journal cannot tell; files open behind `close`;
-        whether the journal left out that a layer module froze, or that all thawed."""
+        self.given = list[int]()  # the depths that the user's policy has asked for
+        self.heard = list[dict[str, Any]]()  # the events that a callback got
+        self.is_torn = False  # whether an interrupt came within a change of depth: the journal cannot tell then
+        self.is_odd = False  # whether the journal left out that a layer module froze, or that all thawed
+        self.still_open = list[str]()  # files of the run, behind `close`
         self._path, self._depth, self._is_closed = directory / "journal.jsonl", 0, False
         self._offset = len(self._path.read_text(errors="replace")) if self._path.exists() else 0
 
@@ -263,38 +261,37 @@ class Attached:
         self.run.on_event(self._hear)
 
     def hit(self, step: int) -> Any:
+        """Return the context that strikes at a line of the library, if this is the step for it."""
         return self.tracer if self.tracer is not None and step == self.case.at else contextlib.nullcontext()
 
-    def at(self, moment: str) -> None:
+    def at(self, moment: str, loss: float = 0.0) -> None:
         step = self.training.step
-        if moment in ("start", "updated", "end") and not self._is_closed:
+        if moment == "tell":
+            self.run.step(1.0 if self.case.policy == "egeria" and self.case.seed % 2 else loss)
+        elif moment != "update" and not self._is_closed:
             self.course[step, "update" if moment == "updated" else moment] = self.told()
-        if moment == "start" and step == self.case.at and self.case.fault == "disk":
+        if moment == "start" and step == self.case.at and not self._is_closed:
+            self._strike()
+        elif moment == "end":
+            self.hit(step).__exit__(None, None, None)
+
+    def _strike(self) -> None:
+        """Begin with the fault of the case, if it is one of the library's surroundings."""
+        self.hit(self.case.at).__enter__()
+        if self.case.fault == "disk":
             size, hard = self._path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + self.case.damage % 500, hard))
-        elif moment == "start" and step == self.case.at and self.case.fault == "cache file":
-            for link in Path("/proc/self/fd").iterdir():  # the file has no name
-                with contextlib.suppress(OSError):
-                    if "egeria-activations" in str(link.readlink()):
-                        damage_file(link, self.case.damage)
-
-    def tell(self, loss: float) -> None:
-        self.run.step(1.0 if self.case.policy == "egeria" and self.case.seed % 2 else loss)
+        for link in Path("/proc/self/fd").iterdir() if self.case.fault == "cache file" else ():  # the file has no name
+            if link.is_symlink() and "egeria-activations" in str(link.readlink()):
+                damage_file(link, self.case.damage)
 
     def switch(self, name: str, flag: bool) -> None:
         self.training.named[name].requires_grad_(flag)
 
     def note_interrupt(self, error: BaseException) -> None:
-        """Note whether an interrupt came within a change of depth."""
-        trace, names, training = error.__traceback__, set[str](), self.training
-        while trace is not None:
-            names.add(trace.tb_frame.f_code.co_name)
-            trace = trace.tb_next
-        changing = {"set_depth", "apply", "_tell", "restore", "_end", "_release", "freeze_to", "_runs_late"}
-        is_first = training.step == 0 and not training.num_updates and any(True for _ in training.model.buffers())
-        is_between = 0 < training.num_updates < len(training.optimizers)
-        # Statistics that begin anew count as the user's own wish: they are not kept still.
-        self.torn = self.torn or " ".join(changing & names) or "statistics" * is_first or "optimizers" * is_between
+        """Note whether an interrupt came within a change of depth, or within the cut."""
+        names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        self.is_torn |= self.training.step == 0 or not CHANGING.isdisjoint(names)
 
     def told(self) -> int:
         """Return how many layer modules are frozen according to the journal; rank 0 tells the others."""
@@ -349,36 +346,25 @@ def damage_file(path: Path, number: int) -> None:
         file.truncate(place if draw.random() < 0.3 else None)
 
 
-# --- the pilot who does it by hand ------------------------------------------------------------------------------------
-
-
 class ByHand:
     """Freezes layer modules by `requires_grad`, modes and gradients, as a course says; nothing without one."""
 
-    is_by_hand = True
-
     def __init__(self, modules: Any = (), course: dict[tuple[int, str], int] | None = None) -> None:
         self.modules, self.course, self._depth = modules, course or {}, 0
-        self._held, self._still = list[set[str]](), set[nn.Module]()
-        """For each frozen layer module the parameters switched off with it; the modules that stay in eval mode."""
+        self._held = list[set[str]]()  # for each frozen layer module the parameters switched off with it
+        self._still = set[nn.Module]()  # what stays in eval mode
         self._handles, self._before = list[Any](), dict[nn.Module, bool]()
 
     def open(self, training: Training) -> None:
         self.training, model = training, training.model
         self._handles += [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]
         for number, module in enumerate(self.modules if training.case.spec.tied else (), start=1):
-            cut: Callable[..., Any] = lambda *given, number=number: self._cut(number, given[-1])  # noqa: E731
-            self._handles.append(model.get_submodule(module["tap"]).register_forward_hook(cut))
+            tap, cut = model.get_submodule(module["tap"]), functools.partial(self._cut, number)
+            self._handles.append(tap.register_forward_hook(cut))
 
-    def at(self, moment: str) -> None:
+    def at(self, moment: str, loss: float = 0.0) -> None:
         if moment in ("start", "update", "end"):
             self.freeze(self.course.get((self.training.step, moment), 0) if self._handles else 0)
-
-    def tell(self, loss: float) -> None:
-        """Nobody is told."""
-
-    def hit(self, step: int) -> Any:
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         self.freeze(0)
@@ -423,8 +409,6 @@ class ByHand:
         for part, mode in self._before.items():
             part.training = mode
 
-    def _cut(self, number: int, output: Tensor) -> Tensor | None:
+    def _cut(self, number: int, _part: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
         """Detach the end of the front, where a tied weight would keep its backward pass."""
-        names = {name for module in self.modules[:number] for name in module["parameters"]}
-        own = [self.training.named[name] for name in names.difference(self.training.case.spec.tied)]
-        return None if number != self._depth or any(entry.requires_grad for entry in own) else output.detach()
+        return output.detach() if number == self._depth else None

@@ -30,8 +30,7 @@ from soak.training import Attached, ByHand, Training, as_bytes, damage_file
 from strays import nothing_left_behind
 from test_interrupts import Interrupter
 
-LONGEST_S = 120
-"""After which a trial counts as hung."""
+LONGEST_S = 120  # after which a trial counts as hung
 
 
 def check(case: Case) -> None:
@@ -64,7 +63,7 @@ def _try_out(case: Case, folder: Path) -> list[str]:
     rank = distributed.get_rank() if case.ranks > 1 else 0
     ours, pilot = _train(case, folder, rank)
     wrong = [f"still open: {name}" for name in pilot.still_open] + ([] if rank else _told_wrong(case, ours, pilot))
-    if pilot.torn:
+    if pilot.is_torn:
         left = _left(Training(case, ByHand(), rank), ours)
         return wrong + [name for name in left if name.startswith(("modes", "hooks"))]
     by_hand = Training(case, ByHand(pilot.modules, pilot.course), rank)
@@ -127,9 +126,6 @@ def _try_in_framework(case: Case, folder: Path) -> list[str]:
     return differences(first, second) + [error for error in faults if "Boom" not in error]
 
 
-# --- the training of a case, with its fault ---------------------------------------------------------------------------
-
-
 def _train(case: Case, folder: Path, rank: int) -> tuple[Training, Attached]:
     """Train to the end under egeria."""
     if case.fault == "kill":
@@ -152,22 +148,12 @@ def _checkpoint(training: Training, pilot: Attached) -> bytes:
     return buffer.getvalue()
 
 
-class Killer(Interrupter):
-    """Ends the process at a line of the library."""
-
-    def _look(self, frame: Any, event: str, argument: Any) -> Any:
-        try:
-            return super()._look(frame, event, argument)
-        except KeyboardInterrupt:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _killed(case: Case, folder: Path) -> bytes:
     """Train in another process, which is killed at a line of ours; return the checkpoint that it has written."""
     path, told = folder / "checkpoint", folder / "told"
     if (child := os.fork()) == 0:
         try:
-            pilot = Attached(case, folder / "run", Killer(case.line))
+            pilot = Attached(case, folder / "run", Interrupter(case.line))
             training = Training(case, pilot)
             training.run(case.saved)
             path.write_bytes(_checkpoint(training, pilot))
@@ -225,9 +211,6 @@ def _damaged(state: Any, number: int) -> Any:
     return whole
 
 
-# --- what a journal and a report must say -----------------------------------------------------------------------------
-
-
 def _told_wrong(case: Case, training: Training, pilot: Attached) -> list[str]:
     """Return what is wrong with the journal and the report of a closed run."""
     path, is_resumed = pilot.directory / "journal.jsonl", case.fault in ("resume", "kill")
@@ -240,10 +223,10 @@ def _told_wrong(case: Case, training: Training, pilot: Attached) -> list[str]:
         else:
             journal = egeria.read_journal(pilot.directory)
             summary = Summary.from_events(journal, pilot.directory, num_damaged=journal.num_damaged)
-            assert str(Report(summary=summary, path=None, message=""))
+            str(Report(summary=summary, path=None, message=""))
     except egeria.JournalError as error:
         return [] if is_damaged and path.exists() else [f"the report: {error}"]
-    if is_damaged or pilot.torn:
+    if is_damaged or pilot.is_torn:
         return []
     ended = [event.reason for event in summary.of(events.Declined) if event.what == "freezing"]
     wrong = ["moves are missing in the journal"] if pilot.is_odd else []
@@ -260,15 +243,11 @@ def _told_wrong(case: Case, training: Training, pilot: Attached) -> list[str]:
 
 def _is_expected(case: Case, reason: str) -> bool:
     """Return whether freezing may end for this reason in a case."""
-    fits = {
-        "were changed by the training loop": case.switches or case.fault == "moved",
-        "before the state was saved": case.fault in ("resume", "kill"),
-        "made no step": case.fault in ("break", "exception", "interrupt") or case.switches,
-        "Boom": case.policy == "own",
-        "at least two layers": case.model == "remembering",
-        "fewer than two layer modules": case.model == "drawn",
-    }
-    return any(text in reason and value for text, value in fits.items())
+    fits = [("were changed by the training loop", case.switches or case.fault == "moved")]
+    fits += [("before the state was saved", case.fault in ("resume", "kill")), ("Boom", case.policy == "own")]
+    fits += [("made no step", case.fault in ("break", "exception", "interrupt") or case.switches)]
+    fits += [("at least two layers", case.model == "remembering"), ("fewer than two layer", case.model == "drawn")]
+    return any(text in reason and value for text, value in fits)
 
 
 def _intervals_wrong(case: Case, training: Training, pilot: Attached, summary: Summary) -> list[str]:
