@@ -5,10 +5,10 @@ makes it again.
 """
 
 import argparse
-import ast
 import collections
 import contextlib
 import gc
+import json
 import shlex
 import sys
 import time
@@ -47,8 +47,8 @@ class Soak:
             check(case)
         except Exception as error:
             if not self.failed:
-                self.ends = time.monotonic() + self.shrinking_s
-                self.found = f"training {len(self.kinds)}, after {time.monotonic() - self.begin:.0f} s"
+                self.ends = (now := time.monotonic()) + self.shrinking_s
+                self.found = f"training {len(self.kinds)}, after {now - self.begin:.0f} s"
             self.failed[line] = error
             raise
 
@@ -83,8 +83,7 @@ class Soak:
 
 
 def main() -> int:
-    """Read the command line, and run."""
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/soak")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to look for a smaller case that fails too")
@@ -95,7 +94,7 @@ def main() -> int:
     gc.freeze()  # what is here now need not be looked at behind each trial
     if told.case:
         with contextlib.suppress(Exception):
-            soak.trial(Case(**ast.literal_eval(told.case)))
+            soak.trial(Case(**json.loads(told.case)))
     else:
         soak.run(1000 * told.seed)
     return soak.tell()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +56,14 @@ class Case:
 
     def __str__(self) -> str:
         own = dataclasses.asdict(self)
-        return repr({f.name: own[f.name] for f in dataclasses.fields(self) if own[f.name] != f.default})
+        return json.dumps({f.name: own[f.name] for f in dataclasses.fields(self) if own[f.name] != f.default})
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """For the table of what was trained: loop, policy, fault."""
         return "two ranks" if self.ranks > 1 else self.framework or "plain loop", self.policy, self.fault or "no fault"
 
     @property
     def spec(self) -> Model:
-        """The model and its data."""
         return Model(build=functools.partial(drawn, self.blocks)) if self.model == "drawn" else MODELS[self.model]
 
 
@@ -92,7 +91,6 @@ def drawn(kinds: tuple[str, ...]) -> nn.Module:
 
 
 def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a training."""
     own = [entry for entry in model.parameters() if entry.requires_grad]
     first, last = own[: len(own) // 2], own[len(own) // 2 :]
     groups = [{"params": first, "lr": 0.01, "weight_decay": 0.1}, {"params": last}]
@@ -106,8 +104,6 @@ def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """Draw a training."""
-
     def some(often: Any, *others: Any) -> Any:
         return draw(st.sampled_from([often] * 3 + list(others)))
 
@@ -126,7 +122,7 @@ def cases(draw: Any) -> Case:
     given |= {"nan_at": some(-1, draw(moment)), "after": draw(st.integers(0, 3))}
     given["optimizer"] = draw(st.sampled_from(["sgd", "adamw", "plain", "rmsprop", "groups", "two"]))
     given["ranks"] = draw(st.sampled_from([1] * 11 + [2]))
-    if model != "tied" and some(False, True):
+    if model != "tied" and some(False, True, True):
         switch = st.tuples(moment, st.integers(0, 40), flag)
         given["switches"] = tuple(draw(st.lists(switch, min_size=1, max_size=2)))
     fault = draw(st.sampled_from(FAULTS[:4] if given["ranks"] > 1 else FAULTS))

@@ -10,8 +10,10 @@ import os
 import random
 import resource
 import signal
+import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -165,7 +167,6 @@ class Training:
         self.num_updates += 1
 
     def save(self) -> dict[str, Any]:
-        """Return a checkpoint as loops write one."""
         notes = {name: getattr(self, name) for name in ("step", "losses", "trace")}
         notes |= {name: part.state_dict() for name, part in self.parts.items()}
         return {**notes, "random": torch.get_rng_state(), "grads": [entry.grad for entry in self.named.values()]}
@@ -183,13 +184,13 @@ class Training:
             part.load_state_dict(saved[name])
         for entry, grad in zip(self.named.values(), saved["grads"], strict=True):
             entry.grad = grad
-        self.step, self.losses, self.trace = saved["step"], list(saved["losses"]), list(saved["trace"])
+        self.step, self.losses, self.trace = saved["step"], [*saved["losses"]], [*saved["trace"]]
         torch.set_rng_state(saved["random"])
 
     def everything(self) -> dict[str, Any]:
-        """Return all numbers that a training changes, as bytes, so that what is not a number is compared too."""
+        """Return all that a training changes, as bytes, so that what is not a number can be compared too."""
         saved = {**self.save(), "grads": {name: entry.grad for name, entry in self.named.items()}}
-        return {name: as_bytes(value) for name, value in saved.items() if name != "trace"}
+        return as_bytes(saved)
 
 
 def as_bytes(value: Any) -> Any:
@@ -197,29 +198,6 @@ def as_bytes(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_bytes(entry) for key, entry in value.items()}
     return value.detach().flatten().view(torch.uint8).clone() if isinstance(value, Tensor) else repr(value)
-
-
-class Own:
-    """A policy of the user's own, which gives its answers in turn."""
-
-    def __init__(self, case: Case, deepest: int, given: list[Any]) -> None:
-        self.wants, self.case, self.deepest, self.given = Wants(interval_steps=case.interval), case, deepest, given
-        self.num_asked = 0
-
-    def observe(self, interval: Any) -> Depth | None:
-        answer = self.case.depths[self.num_asked % len(self.case.depths)]
-        self.num_asked += 1
-        if answer == RAISES:
-            raise Boom
-        if answer is not None and 0 <= answer <= self.deepest:
-            self.given.append(answer)
-        return None if answer is None else Depth(answer, "drawn")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_asked": self.num_asked}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.num_asked = state["num_asked"]
 
 
 class Attached:
@@ -237,22 +215,34 @@ class Attached:
         self._offset = len(self._path.read_text(errors="replace")) if self._path.exists() else 0
 
     def settings(self) -> dict[str, Any]:
-        """Return the `config`, and the policy or plan, that `attach` is given."""
         case, groups = self.case, {"cache": CACHES[self.case.cache]}
         if case.policy == "egeria":
             groups |= {**FAST, "plasticity": {"interval_steps": case.interval, "window": 2}}
             groups |= {"reference": {"precision": "fp32"}, "freezing": {"tolerance_share": 3.0}}
         elif case.policy == "default":
             groups["policy"] = {"pretrained": case.seed % 4 > 0}
-        maker = lambda *, deepest, **_: Own(case, deepest, self.given)  # noqa: E731
-        given = {"default": {}, "plan": {"plan": case.plan}, "own": {"policy": maker}}
+        given = {"default": {}, "plan": {"plan": case.plan}, "own": {"policy": self._make_policy}}
         return {"config": groups, **given.get(case.policy, {"policy": case.policy})}
+
+    def _make_policy(self, *, deepest: int, **_: Any) -> Any:
+        case, state = self.case, {"num_asked": 0}
+
+        def observe(_: Any) -> Depth | None:
+            answer = case.depths[state["num_asked"] % len(case.depths)]
+            state["num_asked"] += 1
+            if answer == RAISES:
+                raise Boom
+            self.given += [answer] if answer is not None and 0 <= answer <= deepest else []
+            return None if answer is None else Depth(answer, "drawn")
+
+        policy: Any = SimpleNamespace(wants=Wants(interval_steps=case.interval), observe=observe)
+        policy.state_dict, policy.load_state_dict = state.copy, state.update
+        return policy
 
     def open(self, training: Training) -> None:
         self.training, case = training, self.case
         given = {**self.settings(), "directory": self.directory, "total_steps": case.steps}
-        given |= {"loader": training.loader} if case.gives_loader else {}
-        given["scheduler"] = training.schedulers or None
+        given |= {"loader": training.loader if case.gives_loader else None, "scheduler": training.schedulers or None}
         self.run: Any = None
         with contextlib.suppress(KeyboardInterrupt), self.hit(-1):
             self.run = egeria.attach(training.called, training.optimizers, **given)
@@ -261,7 +251,6 @@ class Attached:
         self.run.on_event(self._hear)
 
     def hit(self, step: int) -> Any:
-        """Return the context that strikes at a line of the library, if this is the step for it."""
         return self.tracer if self.tracer is not None and step == self.case.at else contextlib.nullcontext()
 
     def at(self, moment: str, loss: float = 0.0) -> None:
@@ -272,11 +261,8 @@ class Attached:
             self.course[step, "update" if moment == "updated" else moment] = self.told()
         if moment == "start" and step == self.case.at and not self._is_closed:
             self._strike()
-        elif moment == "end":
-            self.hit(step).__exit__(None, None, None)
 
     def _strike(self) -> None:
-        """Begin with the fault of the case, if it is one of the library's surroundings."""
         self.hit(self.case.at).__enter__()
         if self.case.fault == "disk":
             size, hard = self._path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -294,7 +280,7 @@ class Attached:
         self.is_torn |= self.training.step == 0 or not CHANGING.isdisjoint(names)
 
     def told(self) -> int:
-        """Return how many layer modules are frozen according to the journal; rank 0 tells the others."""
+        """Return how many layer modules are frozen, as the journal says; rank 0 tells the others."""
         for record in self._news():
             kind = record["event"]
             if kind == "run_started":
@@ -324,6 +310,7 @@ class Attached:
             raise Boom
 
     def close(self) -> None:
+        sys.settrace(None)
         with contextlib.suppress(KeyboardInterrupt), self.hit(self.case.steps):
             self.run.close()
         self.run.close()
@@ -410,5 +397,4 @@ class ByHand:
             part.training = mode
 
     def _cut(self, number: int, _part: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
-        """Detach the end of the front, where a tied weight would keep its backward pass."""
         return output.detach() if number == self._depth else None
