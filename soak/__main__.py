@@ -1,7 +1,6 @@
 """`scripts/soak`: random small trainings with random faults, each compared bit for bit with the same made by hand.
 
-`cases` draws them, `training` has the loop, `trials` the faults and what must hold. A failure prints one command that
-makes it again.
+`cases` draws them, `training` has the loop, `trials` the faults and what must hold.
 """
 
 import argparse
@@ -19,16 +18,11 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
-
 from soak.cases import Case, cases
 from soak.trials import check
 
-BATCH = 200  # trials of one call of Hypothesis
-
 
 class Soak:
-    """Makes trials until a moment; remembers those that failed."""
-
     def __init__(self, minutes: float, shrinking_s: float) -> None:
         self.begin, self.shrinking_s = time.monotonic(), shrinking_s
         self.ends = self.begin + 60 * minutes
@@ -36,7 +30,6 @@ class Soak:
         self.failed, self.found = dict[str, BaseException](), ""
 
     def trial(self, case: Case) -> None:
-        """Make one trial, unless the time is over."""
         line = str(case)
         if time.monotonic() > self.ends:
             if line in self.failed:  # what Hypothesis ends with has to fail again
@@ -58,26 +51,24 @@ class Soak:
         options: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": database}
         options["phases"] = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
-        def batch(case: Case) -> None:
-            self.trial(case)
-
+        trial = given(cases())(lambda case: self.trial(case))  # noqa: PLW0108  (of a method it would change the class)
         while time.monotonic() < self.ends and not self.failed:
-            prepared = settings(max_examples=BATCH, verbosity=Verbosity.quiet, **options)(given(cases())(batch))
-            with contextlib.suppress(Exception):
-                seed(number)(prepared)()
+            try:
+                seed(number)(settings(max_examples=200, verbosity=Verbosity.quiet, **options)(trial))()
+            except Exception:
+                if not self.failed:
+                    raise
             number += 1
             print(f"{len(self.kinds)} trainings in {time.monotonic() - self.begin:.0f} s", flush=True)
 
     def tell(self) -> int:
-        """Print what was trained, and the smallest case that failed; return the exit status."""
         for names in zip(*self.kinds, strict=True):
             print("  " + ", ".join(f"{name} {count}" for name, count in collections.Counter(names).most_common()))
         print(f"{len(self.kinds)} trainings, {'a failure' if self.failed else 'no failure'}")
         if not self.failed:
             return 0
         line = min(self.failed, key=len)
-        frames = traceback.format_exception(self.failed[line])
-        print("".join(frames[-1:] if isinstance(self.failed[line], AssertionError) else frames[-8:]))
+        print("".join(traceback.format_exception(self.failed[line])[-8:]))
         print(f"Found in {self.found}. To make it again:\n  scripts/soak --case {shlex.quote(line)}")
         return 1
 

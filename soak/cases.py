@@ -85,7 +85,6 @@ class Block(nn.Module):
 
 
 def drawn(kinds: tuple[str, ...]) -> nn.Module:
-    """Return blocks of these kinds and a head."""
     shared = nn.Dropout(0.2)
     return nn.Sequential(*(Block(kind, shared) for kind in kinds), nn.Linear(WIDTH, CLASSES))
 
@@ -135,7 +134,6 @@ def cases(draw: Any) -> Case:
 
 @st.composite
 def policies(draw: Any, steps: int, longest: int) -> dict[str, Any]:
-    """Draw who decides, the user's own policy in intervals of up to `longest` steps."""
     name = draw(st.sampled_from(["own"] * 5 + ["plan"] * 3 + ["egeria", "linear", "none", "default"]))
     depth = st.integers(0, 6)
     if name == "plan":

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from soak.cases import RAISES, Case, make_optimizers
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,12 +26,9 @@ import egeria
 from egeria.policy import Depth, Wants
 from laws.models import BATCH
 from loops import FAST
-from soak.cases import RAISES, Case, make_optimizers
 
 CACHES = {"": {"enabled": False}, "memory": {"enabled": "auto", "gate": "open"}}
 CACHES["disk"] = {"enabled": True, "gate": "open", "verify_batches": 3}
-
-CHANGING = {"set_depth", "apply", "_tell", "restore", "_end", "_release", "freeze_to", "_runs_late"}
 
 
 class Boom(Exception):
@@ -49,8 +47,8 @@ class Training:
             unused = isinstance(pilot, ByHand) or not case.spec.uses_all
             self.called = DistributedDataParallel(self.model, find_unused_parameters=unused)
         self.optimizers = make_optimizers(case, self.model)
-        falling = self.optimizers if case.falls else []
-        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 1 + case.steps // 3) for each in falling]
+        fall = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1 + case.steps // 3)
+        self.schedulers = [fall(each) for each in self.optimizers if case.falls]
         self.parts = {f"{type(part).__name__} {n}": part for n, part in enumerate([*self.optimizers, *self.schedulers])}
         self.parts["model"] = self.model
         rows = case.spec.rows(torch.Generator().manual_seed(case.seed + 1000 * rank))
@@ -65,7 +63,6 @@ class Training:
         pilot.open(self)
 
     def finish(self, end: int) -> None:
-        """Train to the end of a run, close it, and train on without."""
         with contextlib.suppress(Boom, KeyboardInterrupt):
             self.run(end)
         self.is_over, self.end = True, self.step
@@ -122,7 +119,6 @@ class Training:
         self.pilot.at("end")
 
     def _pass(self, inputs: Tensor, targets: Tensor, *, is_last: bool) -> float:
-        """Make the passes of a micro-batch; return the loss that the library is told."""
         case = self.case
         with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
             loss = nn.functional.cross_entropy(self.called(inputs).float(), targets) / case.accumulation
@@ -188,7 +184,6 @@ class Training:
         torch.set_rng_state(saved["random"])
 
     def everything(self) -> dict[str, Any]:
-        """Return all that a training changes, as bytes, so that what is not a number can be compared too."""
         saved = {**self.save(), "grads": {name: entry.grad for name, entry in self.named.items()}}
         return as_bytes(saved)
 
@@ -206,11 +201,8 @@ class Attached:
     def __init__(self, case: Case, directory: Path, tracer: Any = None) -> None:
         self.case, self.directory, self.tracer = case, directory, tracer
         self.modules, self.course = list[dict[str, Any]](), dict[tuple[int, str], int]()
-        self.given = list[int]()  # the depths that the user's policy has asked for
-        self.heard = list[dict[str, Any]]()  # the events that a callback got
-        self.is_torn = False  # whether an interrupt came within a change of depth: the journal cannot tell then
-        self.is_odd = False  # whether the journal left out that a layer module froze, or that all thawed
-        self.still_open = list[str]()  # files of the run, behind `close`
+        self.given, self.heard = list[int](), list[dict[str, Any]]()  # what the user's policy and callback gave and got
+        self.is_torn = self.is_odd = False  # by an interrupt within a change of depth; where the journal lacks a move
         self._path, self._depth, self._is_closed = directory / "journal.jsonl", 0, False
         self._offset = len(self._path.read_text(errors="replace")) if self._path.exists() else 0
 
@@ -265,8 +257,8 @@ class Attached:
     def _strike(self) -> None:
         self.hit(self.case.at).__enter__()
         if self.case.fault == "disk":
-            size, hard = self._path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size + self.case.damage % 500, hard))
+            most = self._path.stat().st_size + self.case.damage % 500
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         for link in Path("/proc/self/fd").iterdir() if self.case.fault == "cache file" else ():  # the file has no name
             if link.is_symlink() and "egeria-activations" in str(link.readlink()):
                 damage_file(link, self.case.damage)
@@ -275,12 +267,11 @@ class Attached:
         self.training.named[name].requires_grad_(flag)
 
     def note_interrupt(self, error: BaseException) -> None:
-        """Note whether an interrupt came within a change of depth, or within the cut."""
+        changing = {"set_depth", "apply", "_tell", "restore", "_end", "_release", "freeze_to", "_runs_late"}
         names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        self.is_torn |= self.training.step == 0 or not CHANGING.isdisjoint(names)
+        self.is_torn |= self.training.step == 0 or not names.isdisjoint(changing)
 
     def told(self) -> int:
-        """Return how many layer modules are frozen, as the journal says; rank 0 tells the others."""
         for record in self._news():
             kind = record["event"]
             if kind == "run_started":
@@ -317,8 +308,6 @@ class Attached:
         self._is_closed = True
         links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         self.still_open = [name for name in map(os.path.realpath, links) if str(self.directory) in name]
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def damage_file(path: Path, number: int) -> None:
@@ -365,7 +354,6 @@ class ByHand:
             names.discard(name)
 
     def freeze(self, depth: int) -> None:
-        """Freeze so many front layer modules; thaw the others."""
         if depth == self._depth:
             return
         named = dict(self.training.model.named_parameters(remove_duplicate=False))
@@ -379,7 +367,6 @@ class ByHand:
         self._depth, self._still = depth, self._find_still(depth)
 
     def _find_still(self, depth: int) -> set[nn.Module]:
-        """Return the submodules of frozen layer modules that no active one uses."""
         model, none = self.training.model, set[nn.Module]()
         roots = [[model.get_submodule(name) for name in module["submodules"]] for module in self.modules]
         parts = [{part for root in own for part in root.modules()} for own in roots]
