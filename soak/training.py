@@ -56,7 +56,7 @@ class Training:
         self.loader = DataLoader(TensorDataset(*rows), batch_size=BATCH, **order)
         self.batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
         self.step = self.num_updates = self.end = 0
-        self.losses, self.trace, self.is_over = list[float](), list[Any](), False
+        self.losses, self.trace, self._micro, self.is_over = list[float](), list[Any](), list[Any](), False
         for optimizer in self.optimizers:  # in front of the library's
             optimizer.register_step_post_hook(self._note_update)
         self._train()
@@ -71,34 +71,34 @@ class Training:
 
     def run(self, end: int) -> None:
         while self.step < end:
-            batches = [next(self.batches) for _ in range(self.case.accumulation)]
-            self._prepare()
+            self._micro = self._micro or [next(self.batches) for _ in range(self.case.accumulation)]
             before = copy.deepcopy(self.save()) if self.case.fault == "interrupt" else {}
             self.num_updates, self._is_finished = 0, False
             try:
-                self._make(batches)
+                self._make()
             except KeyboardInterrupt as error:
                 if self.case.fault == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                is_made = self.num_updates > 0
                 self.pilot.note_interrupt(error)
+                is_made = self.num_updates > 0
                 if not is_made:  # as a user would who loads a checkpoint
                     own = zip(self.named.values(), before["grads"], strict=True)
                     before["grads"] = [None if entry.grad is None else grad for entry, grad in own]
                     self._restore(before)
                 if is_made or self.case.goes_on:
-                    self._make(batches)
+                    self._make()
                 if not self.case.goes_on:
-                    self.step += is_made
+                    self.step, self._micro = self.step + is_made, [] if is_made else self._micro
                     raise
-            self.step += 1
+            self.step, self._micro = self.step + 1, []
 
-    def _make(self, batches: list[Any]) -> None:
+    def _make(self) -> None:
         """Make a step; the rest of it, where an interrupt came behind the update."""
         case, parameters = self.case, self.named.values()
         if not self.num_updates:
+            self._prepare()
             self.pilot.at("start")
-            self._told = [self._pass(*batch, is_last=batch is batches[-1]) for batch in batches]
+            self._told = [self._pass(*batch, is_last=batch is self._micro[-1]) for batch in self._micro]
             if case.clips:
                 nn.utils.clip_grad_norm_(parameters, 0.5)
             self.trace.append((self.step, [(entry.grad is None, entry.requires_grad) for entry in parameters]))

@@ -46,7 +46,7 @@ def check(case: Case) -> None:
     finally:
         signal.alarm(0)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    wrong = [f"{line} (rank {rank})" for rank, own in enumerate(found) for line in own]
+    wrong = [f"{line} (rank {rank} of {case.ranks})" for rank, own in enumerate(found) for line in own]
     assert wrong == [], "\n".join(wrong[:12])
 
 
@@ -66,9 +66,9 @@ def _try_out(case: Case, folder: Path) -> list[str]:
     ours, pilot = _train(case, folder, rank)
     wrong = [f"still open: {name}" for name in pilot.still_open] + ([] if rank else _told_wrong(case, ours, pilot))
     if pilot.is_torn:
-        left = _left(Training(case, ByHand(), rank), ours)
+        (plain := Training(case, ByHand(), rank)).pilot.close()
         compared = ("modes", "hooks") if case.switches else ("modes", "hooks", "needs")
-        return wrong + [f"left behind: {name}" for name in left if name.startswith(compared)]
+        return wrong + [f"left behind: {name}" for name in _left(plain, ours) if name.startswith(compared)]
     by_hand = Training(case, ByHand(pilot.modules, pilot.course), rank)
     by_hand.finish(case.steps if case.fault == "exception" else ours.end)
     wrong += [f"by hand: {name}" for name in differences(by_hand.everything(), ours.everything())]
