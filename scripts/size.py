@@ -38,7 +38,7 @@ def main(root: Path = ROOT) -> int:
             packages.setdefault(package if slash else "(top)", Counter()).update(_measured((root / name).read_text()))
     library: Counter[str] = sum(packages.values(), Counter())
     sizes = {f"library_{key}": library[key] for key in KEYS}
-    for folder in ("benchmarks", "tests"):
+    for folder in ("benchmarks", "soak", "tests"):
         files = [name for name in names if name.startswith(f"{folder}/") and name.endswith(".py")]
         sizes[f"{folder}_files"] = len(files)
         sizes[f"{folder}_lines"] = sum(len((root / name).read_text().splitlines()) for name in files)
