@@ -275,7 +275,7 @@ class Attached:
         for record in self._news():
             kind = record["event"]
             if kind == "run_started":
-                self.modules = record["modules"]
+                self.modules = record["modules"] or self.modules  # none where freezing had ended before
             elif kind in ("frozen", "resumed"):
                 self.is_odd |= kind == "frozen" and record["frozen"] != self._depth + 1
                 self._depth = record["frozen"]

@@ -25,6 +25,7 @@ from torch import distributed
 
 import egeria
 from egeria import events
+from egeria.distributed.ranks import exchange
 from egeria.policy import Plan
 from egeria.report import Summary
 from laws.support import decisions, differences, outside
@@ -57,6 +58,7 @@ def _ring(*_: object) -> None:
 def _try_cleanly(case: Case, folder: str) -> list[str]:
     """Return what was wrong; raise if a process, a thread or memory is left behind."""
     warnings.simplefilter("ignore")
+    exchange(None)  # for which a job makes a process group, once
     with nothing_left_behind(), contextlib.redirect_stdout(None):
         return _try_in_framework(case, Path(folder)) if case.framework else _try_out(case, Path(folder))
 
@@ -207,7 +209,7 @@ def _told_wrong(case: Case, training: Training, pilot: Attached) -> list[str]:
         damage_file(path, case.damage)
     try:
         journal = egeria.read_journal(pilot.directory)
-        summary = Summary.from_events(journal, pilot.directory, num_damaged=journal.num_damaged)
+        summary = Summary.from_events(journal, pilot.directory)
         if case.seed % 10 == 9:  # drawing the pictures takes a second
             assert str(egeria.report(pilot.directory))
     except egeria.JournalError as error:

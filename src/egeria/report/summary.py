@@ -109,7 +109,9 @@ class Summary(events.EventsByKind):
         """
         processes, num_other_runs = _course(found)
         kept = tuple(itertools.chain(*processes))
-        started = next((e for e in reversed(kept) if isinstance(e, RunStarted)), started)
+        starts = [event for event in kept if isinstance(event, RunStarted)] or [started]
+        # A run that is resumed after freezing had ended has none.
+        started = next((event for event in reversed(starts) if event.modules), starts[-1])
         begin = next((e for e in kept if isinstance(e, (Resumed, IntervalMeasured))), None)
         stages = [policy.first_stage(started.config.get("policy", {}).get("name"))]
         stages += [e.stage for e in kept if isinstance(e, (Resumed, events.StageChanged))]
