@@ -4,25 +4,29 @@ import os
 import time
 import tracemalloc
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import nn
 
 import egeria
 from egeria import ConfigError, JournalError, cli, events, read_journal
 from egeria.config import Config
-from egeria.errors import EgeriaError
+from egeria.errors import EgeriaError, StateError
 from egeria.journal import FILE_NAME, Recorder
+from egeria.report import Summary
 from test_journal import EXAMPLES, FROZEN, OPENED, READ, logged, warned, write, write_lines
 
 STARTED = next(event for event in EXAMPLES if isinstance(event, events.RunStarted))
 MODULE = STARTED.modules[0]
 
 
-def attached(directory, **given):
+def attached(directory, **options):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = egeria.attach(model, optimizer, directory=directory, plan="0.5:1", total_steps=10, **given)
+    options = {"plan": "0.5:1", "total_steps": 10, "config": {"cache": {"enabled": False}}, **options}
+    run = egeria.attach(model, optimizer, directory=directory, **options)
 
     def train(count):
         for _ in range(count):
@@ -58,6 +62,61 @@ def test_lines_that_do_not_fit_are_counted_and_left_out(lines, tmp_path):
     assert journal.first_damaged == 4
     told = f"{len(lines)} lines of the journal could not be read, the first is line 4."
     assert told in str(egeria.report(tmp_path))
+
+
+# --- anything, generated; FUZZ=2000 makes more examples, each time others --------------------------
+
+MANY = settings(max_examples=int(os.environ.get("FUZZ", "60")), deadline=None, derandomize="FUZZ" not in os.environ)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+JSON = st.recursive(PLAIN, lambda some: st.lists(some) | st.dictionaries(st.text(max_size=5), some), max_leaves=20)
+
+
+def changed(data, draw):
+    """Return bytes with a part replaced, left out or repeated."""
+    begin = draw(st.integers(0, len(data)))
+    end = draw(st.integers(begin, min(len(data), begin + 200)))
+    return data[:begin] + draw(st.binary(max_size=20) | st.just(data[begin:end] * 2)) + data[end:]
+
+
+@MANY
+@given(data=st.data())
+def test_any_journal_can_be_read_or_is_refused(data, tmp_path_factory):
+    folder, records = tmp_path_factory.mktemp("run"), [OPENED]
+    for event in data.draw(st.lists(st.sampled_from([*EXAMPLES, logged(a=1.0)]), min_size=1, max_size=8)):
+        records.append(event.to_dict())
+        if data.draw(st.booleans()):
+            records[-1][data.draw(st.sampled_from(list(records[-1])))] = data.draw(JSON)
+    write_lines(folder, *records)
+    if data.draw(st.booleans()):
+        whole = (folder / FILE_NAME).read_bytes()
+        (folder / FILE_NAME).write_bytes(changed(whole, data.draw))
+    try:
+        journal = read_journal(folder)
+        summary = Summary.from_events(journal, folder)
+        assert len(journal) + journal.num_damaged and summary.step >= 0
+        if not data.draw(st.integers(0, 15)):  # drawing takes time
+            assert str(egeria.report(folder))
+    except JournalError as error:
+        assert "cannot be read" in str(error) or "schema" in str(error)
+    run, train = attached(folder)
+    train(1)
+    run.close()
+
+
+@MANY
+@given(data=st.data())
+def test_any_state_is_the_whole_one_or_is_refused(data, tmp_path_factory):
+    run, train = attached(tmp_path_factory.mktemp("run"))
+    train(6)
+    whole = run.packed.state_dict()["state"]
+    state = changed(whole, data.draw)
+    before = run.state_dict()
+    try:
+        run.packed.load_state_dict({"state": state})
+    except StateError as error:
+        assert "Take an earlier checkpoint" in str(error) or "schema" in str(error)
+    assert run.state_dict() == before and run.frozen == 1
+    run.close()
 
 
 def in_place(kind, path):
