@@ -51,8 +51,9 @@ class Soak:
         options: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": database}
         options["phases"] = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
-        trial = given(cases())(lambda case: self.trial(case))  # noqa: PLW0108  (of a method it would change the class)
         while time.monotonic() < self.ends and not self.failed:
+            # Anew, since what it is given to is marked; and no method, of which it would change the class.
+            trial = given(cases())(lambda case: self.trial(case))  # noqa: PLW0108
             try:
                 seed(number)(settings(max_examples=200, verbosity=Verbosity.quiet, **options)(trial))()
             except Exception:

@@ -241,9 +241,7 @@ def _intervals_wrong(case: Case, training: Training, pilot: Attached, summary: S
     wrong, found = list[str](), summary.of(events.IntervalMeasured)
     begin = found[0].step - found[0].num_steps if found else 0
     for event in found:
-        # With two optimizers the first depth is set as the first step ends, and its interval is booked at that depth.
-        is_late = case.optimizer == "two" and not begin
-        is_odd = event.frozen != pilot.course[event.step - 1, "update"] and not is_late
+        is_odd = event.frozen != pilot.course[event.step - 1, "update"]
         losses = [loss for loss in training.losses[begin : event.step] if math.isfinite(loss)]
         mean = statistics.fmean(losses) if losses and event.loss is not None else math.nan
         if case.ranks == 1 and case.policy != "egeria" and (losses or event.loss is not None):

@@ -170,7 +170,7 @@ class Session:
             if self.parts is not None and not self._is_lost:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
-                self._end_interval()
+                self._end_interval(self.frozen)
             self._find_due()  # here too, where an error of the policy is caught
         self._find_due()
 
@@ -187,7 +187,7 @@ class Session:
         is_end = clock.step >= clock.ends
         is_wanted = self._asked_at < wants.next_step(self._asked_at) <= clock.step
         if is_end or is_wanted:
-            measured = self._end_interval()
+            measured = self._end_interval(before)
             self._together(parts.applier.check_unmoved)
             interval = Interval(
                 step=clock.step,
@@ -207,15 +207,15 @@ class Session:
             if self._cache is not None and self.frozen != before:
                 parts.move_cache(self._cache, self.clock, self.status.window)
 
-    def _end_interval(self) -> IntervalMeasured:
+    def _end_interval(self, frozen: int) -> IntervalMeasured:
         """Journal and return what an interval showed; compiling for a new depth is overhead."""
         clock = self.clock
         if self.training.compilation is not None:
             compiled_s = self.training.compilation.look()
-            if self._measured_depth not in (None, self.frozen):
+            if self._measured_depth not in (None, frozen):
                 clock.spend(compiled_s, compiled_s)
-            self._measured_depth = self.frozen
-        measured = clock.end_interval(self.frozen, self._rate(), self._together)
+            self._measured_depth = frozen
+        measured = clock.end_interval(frozen, self._rate(), self._together)
         if devices := accelerators_of(self.training.model):
             memory_bytes = sum(map(torch.cuda.max_memory_allocated, devices))
             measured = replace(measured, memory_bytes=memory_bytes)
