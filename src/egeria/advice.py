@@ -77,20 +77,18 @@ class Advice:
 
     def saving(self, plan: str) -> float:
         """Return the share of the training time that a plan saves, such as "0.5:2 0.75:3"."""
-        return self._saving(self._parse(plan), self.costs)
+        return self._saving(plan, self.costs)
 
-    def _parse(self, plan: str) -> Plan:
+    def _saving(self, plan: str, costs: Sequence[DepthCost]) -> float:
         check("plan", plan, wrong_plan)
         plan = resolve(plan, [(name,) for name in self.modules], None)
         if any(move.is_step for move in read_plan(plan)):
             raise ConfigError(f'plan takes shares such as "0.5:2", found {plan!r}. Divide by all.')
-        return Plan.parse(plan, self.modules, total_steps=1)
-
-    def _saving(self, plan: Plan, costs: Sequence[DepthCost]) -> float:
         depths = [cost.depth for cost in costs]  # of others the time is interpolated
         times_s = [cost.iteration_s for cost in costs]
         saved_s = -np.diff(np.interp(range(len(self.modules)), depths, times_s))
-        return float(plan.skipped_share(list(saved_s / (times_s[0] + self.reading_s))))
+        followed = Plan.parse(plan, self.modules, total_steps=1)
+        return float(followed.skipped_share(list(saved_s / (times_s[0] + self.reading_s))))
 
     @property
     def is_worth_it(self) -> bool:
@@ -103,7 +101,7 @@ class Advice:
         if not self.costs[-1].depth:
             return "Not worth it: nothing can be frozen."
         saved, most = map(self.saving, (self._tried, f"0:{len(self.modules)}"))
-        each = [self._saving(self._parse(self._tried), costs) for costs in self.rounds]
+        each = [self._saving(self._tried, costs) for costs in self.rounds]
         spread = f"{percent(min(each))} to {percent(max(each))} by round"
         saves = f"saves {percent(saved)} of the training time ({spread})"
         worth = "Worth a try" if self.is_worth_it else "Not worth it"
@@ -127,7 +125,7 @@ class Advice:
 
     def _row(self, cost: DepthCost) -> tuple[str, ...]:
         name = self.modules[cost.depth - 1] if cost.depth else "-"
-        share = percent(self._parse(self._tried).share_at(cost.depth))
+        share = percent(Plan.parse(self._tried, self.modules, 1).share_at(cost.depth))
         saved = percent(1 - cost.iteration_s / self.costs[0].iteration_s)
         wall, cpu = (f"{1000 * seconds:.1f} ms" for seconds in (cost.iteration_s, cost.cpu_s))
         return f"{cost.depth}", name, share, wall, saved, cpu, mebibytes(cost.peak_bytes)

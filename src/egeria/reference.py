@@ -156,8 +156,27 @@ class Reference:
     def _build(
         self, name: str, batch: Batch | None = None, ranges: Ranges | None = None
     ) -> "Format":
-        assert self._snapshot is not None
-        return build(name, self._snapshot, self._taps, batch, ranges or {})
+        """Return the snapshot in the format of that name; raise what rules it out.
+
+        Ranges of activations, except at the taps, are measured on a batch; without one, `ranges`
+        count.
+        """
+        snapshot = self._snapshot
+        assert snapshot is not None
+        if name != "int8":
+            return Format(name=name, builder=name, model=snapshot)
+        if any(p.is_floating_point() and p.dtype != torch.float32 for p in snapshot.parameters()):
+            raise ValueError("not all weights are float32")
+        with kept_random_state(snapshot), torch.no_grad(), kernels():
+            model = copy.deepcopy(snapshot)
+            linear = _layers(model, (nn.Linear,))
+            if len(_layers(model, _CONVOLUTIONS)) >= len(linear):
+                return _static(model, self._taps, batch, ranges or {})
+            toolkit = _toolkit()
+            layers = dict.fromkeys(linear, toolkit.per_channel_dynamic_qconfig)
+            toolkit.quantize_dynamic(model, layers, inplace=True)
+        builder = f"int8, {len(linear)} linear layers, dynamic"
+        return Format(name=name, builder=builder, model=model)
 
     def _take(self, made: "Format", reason: str = "") -> None:
         """Use this format from now on, for good."""
@@ -237,24 +256,6 @@ class Format:
         return {tap: activation.float() for tap, activation in found.items()}
 
 
-def build(
-    name: str, snapshot: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges
-) -> Format:
-    """Return a float32 snapshot in the format of that name; raise what rules it out.
-
-    Ranges of activations, except at the taps, are measured on a batch; without one, `ranges` count.
-    """
-    if name != "int8":
-        return Format(name=name, builder=name, model=snapshot)
-    if any(p.is_floating_point() and p.dtype != torch.float32 for p in snapshot.parameters()):
-        raise ValueError("not all weights are float32")
-    with kept_random_state(snapshot), torch.no_grad(), kernels():
-        model = copy.deepcopy(snapshot)
-        if len(_layers(model, _CONVOLUTIONS)) < len(_layers(model, (nn.Linear,))):
-            return _dynamic(model)
-        return _static(model, taps, batch, ranges)
-
-
 def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[str]:
     """Return the names of submodules of exactly these types with their class's own `forward`."""
     found = ((name, module) for name, module in model.named_modules() if type(module) in kinds)
@@ -264,15 +265,6 @@ def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[str]:
 def _is_altered(module: nn.Module) -> bool:
     """Return whether weights are computed before a call, or `forward` is replaced."""
     return "forward" in vars(module) or bool(module._forward_pre_hooks) or is_parametrized(module)
-
-
-def _dynamic(model: nn.Module) -> Format:
-    toolkit = _toolkit()
-    layers = dict.fromkeys(_layers(model, (nn.Linear,)), toolkit.per_channel_dynamic_qconfig)
-    if not layers:
-        raise ValueError("no layer has an int8 form")
-    toolkit.quantize_dynamic(model, layers, inplace=True)
-    return Format(name="int8", builder=f"int8, {len(layers)} linear layers, dynamic", model=model)
 
 
 def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges) -> Format:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from egeria.events import Event, ReferenceRefreshed
 from egeria.model.passes import Batch
 from egeria.plasticity import gram, pool_map, sp_loss_of_grams
 from egeria.reference import Reference
+
+Saved: TypeAlias = Mapping[str, Any]  # what `state_dict` of a controller returned
 
 
 class Ticket(NamedTuple):
@@ -39,9 +41,7 @@ class Controller:
 
     cpu_s: float = 0.0  # spent outside of the training process so far
 
-    def refresh(
-        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
-    ) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: Saved | None = None) -> bool:
         """Bring the reference model up to date; return whether that is or will be done.
 
         Args:
@@ -82,9 +82,7 @@ class InlineController(Controller):
         self._readings: dict[str, list[float]] = {}  # by tap, since the last refresh
         self._reports: list[Answer | Event] = []
 
-    def refresh(
-        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
-    ) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: Saved | None = None) -> bool:
         """Take the reference model from the training weights, or from a saved state."""
         if state and state["reference"]:
             self._reference.load_state_dict(state["reference"], model)

@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.inline import Answer, Controller, InlineController, Ticket
+from egeria.controller.inline import Answer, Controller, InlineController, Saved, Ticket
 from egeria.errors import brief
 from egeria.events import Declined, Event
 from egeria.model.hooks import without_watchers
@@ -74,9 +73,7 @@ class ProcessController(Controller):
         self._reports: list[Answer | Event] = []
         self._deadline_s = 0.0
 
-    def refresh(
-        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
-    ) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: Saved | None = None) -> bool:
         """Send the weights as they are now, if there is room; a saved state is ignored."""
         if self._inline is not None:
             return self._inline.refresh(model, batch, state)

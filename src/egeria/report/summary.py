@@ -241,22 +241,15 @@ class Summary(events.EventsByKind):
         """Steps in measured intervals with nothing frozen; under `FEW_STEPS` times are computed."""
         return sum(pace.num_steps for pace in self.paces if not pace.frozen)
 
-    def _unfrozen_s(self, name: str) -> float | None:
-        """Return the seconds of an iteration with nothing frozen.
-
-        If few steps ran so, it is computed from the depth with the most steps and from the share
-        of the compute that this depth skips.
-        """
-        measured = next((getattr(pace, name) for pace in self.paces if not pace.frozen), None)
-        others = [pace for pace in self.paces if pace.frozen]
-        if self.num_unfrozen >= FEW_STEPS or not others:
-            return measured
-        most = max(others, key=lambda pace: pace.num_steps)
-        skipped = self._skipped_shares().get(most.frozen)
-        return measured if skipped is None else float(getattr(most, name)) / (1.0 - skipped)
-
     def _clock(self, name: str) -> Clock:
-        unfrozen_s = self._unfrozen_s(name)
+        unfrozen_s = next((getattr(pace, name) for pace in self.paces if not pace.frozen), None)
+        others = [pace for pace in self.paces if pace.frozen]
+        if self.num_unfrozen < FEW_STEPS and others:
+            # Computed from the depth with the most steps, and the share of compute that it skips.
+            most = max(others, key=lambda pace: pace.num_steps)
+            skipped = self._skipped_shares().get(most.frozen)
+            if skipped is not None:
+                unfrozen_s = getattr(most, name) / (1.0 - skipped)
         overhead_s = sum(_overhead(process, name) for process in self.processes)
         training_s, saved_s = 0.0, -overhead_s
         for interval in self.intervals:

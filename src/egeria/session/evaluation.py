@@ -152,21 +152,18 @@ class Evaluation:
 
     def refresh(self, wants: Wants) -> int:
         """Refresh the reference model if that is due; return the steps of an interval."""
-        is_due = wants.refresh or self._refreshed_at is None
-        if is_due and wants.plasticity_of is not None and self._batch is not None:
-            self._refresh(self._batch.first_rows(self._settings.num_samples))
+        is_first, batch = self._refreshed_at is None, self._batch
+        is_due = (wants.refresh or is_first) and wants.plasticity_of is not None
+        if is_due and batch is not None:
+            rows, begin = batch.first_rows(self._settings.num_samples), Seconds.now()
+            if self.controller.refresh(self.training.model, rows):
+                self._refreshed_at = self.clock.evaluation
+                self._refresh_cost = Seconds.now().since(begin)
+                self._take_in_reports()
+                if not is_first and self.clock.iteration_s > 0:
+                    self._refresh_iterations = self._refresh_cost.wall_s / self.clock.iteration_s
         self.disarm()
         return self._fitting_steps(wants.interval_steps or self.clock.interval_steps)
-
-    def _refresh(self, rows: Batch) -> None:
-        begin, is_first = Seconds.now(), self._refreshed_at is None
-        if not self.controller.refresh(self.training.model, rows):
-            return
-        self._refreshed_at = self.clock.evaluation
-        self._refresh_cost = Seconds.now().since(begin)
-        self._take_in_reports()
-        if not is_first and self.clock.iteration_s > 0:
-            self._refresh_iterations = self._refresh_cost.wall_s / self.clock.iteration_s
 
     def _fitting_steps(self, wanted: int) -> int:
         """Return the length of the coming intervals, which may change after every third evaluation.
