@@ -15,17 +15,10 @@ from egeria.controller.process import ProcessController, choose
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import rank
 from egeria.errors import brief
+from egeria.model import passes
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
-from egeria.model.passes import (
-    KEPT,
-    Batch,
-    captures,
-    is_own_pass,
-    keeps_outside,
-    living,
-    undisturbed,
-)
+from egeria.model.passes import Batch, captures, undisturbed
 from egeria.plasticity import gram, pool_map
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.text import plural
@@ -93,7 +86,7 @@ class Evaluation:
             FreezingEndedError: our pass would leave tensors outside of the model.
         """
         if self._keeps_outside:
-            raise FreezingEndedError(f"{KEPT}. Give a plan instead of the policy 'egeria'")
+            raise FreezingEndedError(f"{passes.KEPT}. Give a plan instead of the policy 'egeria'")
         index = wants.plasticity_of
         if interval.loss is None:
             steps = plural(interval.num_steps, "step")
@@ -211,10 +204,10 @@ class Evaluation:
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments of a training call; the last one if a step has several."""
-        if not model.training or not torch.is_grad_enabled() or is_own_pass():
+        if not model.training or not torch.is_grad_enabled() or passes.is_own_pass():
             return
         if self._keeps_outside is None:
-            self._living = living()
+            self._living = passes.living()
         try:
             self._batch = Batch.of_call(args, kwargs, self.training.device_type)
         except Exception as error:  # from a mapping of the user's own, for instance
@@ -223,7 +216,7 @@ class Evaluation:
 
     def _look_at_pass(self, model: nn.Module, _args: Any, output: Any) -> None:
         if self._living is not None:
-            self._keeps_outside = keeps_outside(model, output, self._living)
+            self._keeps_outside = passes.keeps_outside(model, output, self._living)
             self._living = None
 
     def _take_in_reports(self) -> None:
