@@ -207,7 +207,8 @@ def plan(
 
 def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     """Return the optimizers as a list; raise ConfigError if this training cannot be copied."""
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    strange = sorted({type(e).__name__ for e in optimizers if not isinstance(e, Optimizer)})
     if not isinstance(model, nn.Module):
         found = f"a {type(model).__name__}"
     elif any(base.__module__.startswith("torch.nn.parallel") for base in type(model).__mro__):
@@ -218,12 +219,10 @@ def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
         found = f"parameters on {', '.join(sorted(kinds))}"
     elif world_size() > 1:
         found = f"a job of {world_size()} processes"
-    elif not isinstance(optimizers, (list, tuple)) or not optimizers:
-        found = f"{type(optimizer).__name__} as the optimizer"
-    elif kinds := {type(e).__name__ for e in optimizers if not isinstance(e, Optimizer)}:
-        found = f"{', '.join(sorted(kinds))} as an optimizer"
+    elif strange or not optimizers:
+        found = f"{', '.join(strange) or 'none'} as an optimizer"
     else:
-        return list(optimizers)
+        return optimizers
     raise ConfigError(
         "advise takes a torch.nn.Module on the CPU or CUDA with torch optimizers, in one process, "
         f"found {found}. Ask before the model is compiled or wrapped."

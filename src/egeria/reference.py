@@ -67,9 +67,7 @@ class Reference:
         events, self._events = self._events, []
         return events
 
-    def refresh(
-        self, model: nn.Module, batch: Batch, plasticity: Mapping[str, float] | None = None
-    ) -> None:
+    def refresh(self, model: nn.Module, batch: Batch, plasticity: Mapping[str, float] = {}) -> None:
         """Take the weights of the model in training as they are now.
 
         Args:
@@ -80,10 +78,10 @@ class Reference:
         Raises:
             RuntimeError: the model cannot be copied.
         """
-        is_first, known = self._format is None, plasticity or {}
+        is_first = self._format is None
         self._snapshot, batch = take_snapshot(model, self._device), self._here(batch)
-        taps = self._taps if is_first else [tap for tap in self._taps if tap in known]
-        expected = {tap: known.get(tap, _EARLY_PLASTICITY) for tap in taps}
+        taps = self._taps if is_first else [tap for tap in self._taps if tap in plasticity]
+        expected = {tap: plasticity.get(tap, _EARLY_PLASTICITY) for tap in taps}
         works, reasons = list[tuple[float, Format]](), list[str]()
         for name in self._names:
             try:
@@ -95,17 +93,17 @@ class Reference:
         is_given = works and len(self._names) == 1
         self._take(best, f"the setting is {best.name!r}" if is_given else "; ".join(reasons))
 
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the output [B, ...] of submodule `tap` in float32, None if it gives no tensor."""
+    def activation(self, tap: str, batch: Batch) -> Tensor:
+        """Return the output [B, ...] of submodule `tap` in float32."""
         assert self._format is not None, "a reference is refreshed before it is asked"
         batch = self._here(batch)
         try:
-            return self._format.read([tap], batch).get(tap)
+            return self._format.read([tap], batch)[tap]
         except Exception as error:
             exact = self._build("fp32")
-            found = exact.read([tap], batch)  # an error here is not caused by the format
+            found = exact.read([tap], batch)[tap]  # an error here is not caused by the format
             self._take(exact, f"{self.precision} failed at {tap}: {brief(error)}")
-            return found.get(tap)
+            return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what gives the same activations again; empty before the first refresh."""
@@ -226,9 +224,6 @@ def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
         restore_table(vars(module), without_watchers(vars(module)))
         module.training = False  # a `train` of the model's own may do more
     return snapshot.requires_grad_(False).to(device)
-
-
-# --- number formats ------------------------------------------------------------------------------
 
 
 def with_autocast(batch: Batch, enabled: bool) -> Batch:

@@ -33,6 +33,9 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
+Reports: TypeAlias = list[Answer | Event]
+
+
 class Controller:
     """Evaluates plasticity; this base class evaluates nothing.
 
@@ -60,11 +63,11 @@ class Controller:
         `training_BB` is the `gram` of the training model's activation, for its first rows.
         """
 
-    def poll(self) -> list[Answer | Event]:
+    def poll(self) -> Reports:
         """Return answers and events since the last call, events without steps and costs."""
         return []
 
-    def close(self) -> list[Answer | Event]:
+    def close(self) -> Reports:
         """Release everything for good; return what was not polled, and what is lost."""
         return self.poll()
 
@@ -80,7 +83,7 @@ class InlineController(Controller):
         self._reference = Reference(taps, precision=precision, device=device)
         self._largest_map = largest_map
         self._readings: dict[str, list[float]] = {}  # by tap, since the last refresh
-        self._reports: list[Answer | Event] = []
+        self._reports: Reports = []
 
     def refresh(self, model: nn.Module, batch: Batch | None, state: Saved | None = None) -> bool:
         """Take the reference model from the training weights, or from a saved state."""
@@ -100,8 +103,6 @@ class InlineController(Controller):
         """Evaluate now; `poll` returns the answer."""
         try:
             activation = self._reference.activation(ticket.tap, batch)
-            if activation is None:
-                raise ValueError(f"the reference gave no activation at {ticket.tap}")
             with torch.no_grad():
                 reference_BB = gram(pool_map(activation[: len(training_BB)], self._largest_map))
                 value = float(sp_loss_of_grams(training_BB, reference_BB.to(training_BB.device)))
@@ -113,7 +114,7 @@ class InlineController(Controller):
         # The format changes during an evaluation if it cannot run the batch.
         self._reports += [Answer(ticket, value), *self._reference.take_events()]
 
-    def poll(self) -> list[Answer | Event]:
+    def poll(self) -> Reports:
         """Return answers and events since the last call."""
         reports, self._reports = self._reports, []
         return reports

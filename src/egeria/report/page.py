@@ -4,14 +4,12 @@ Its pictures are panels of curves over the steps, drawn by matplotlib.
 """
 
 import base64
-import dataclasses
 import io
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 from jinja2 import Environment, PackageLoader
@@ -61,9 +59,6 @@ def render_page(summary: Summary) -> str:
     )
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
 def _clock(name: str, clock: Clock) -> tuple[str, ...]:
     times = (clock.training_s, clock.overhead_s, clock.unfrozen_s, clock.saved_s)
     training, overhead, unfrozen, saved = map(duration, times)
@@ -91,28 +86,23 @@ def _modules(summary: Summary) -> list[tuple[str, ...]]:
 
 def _event(event: Event) -> tuple[str, ...]:
     """Return step, kind, what and why, as the event says it."""
-    fields = dataclasses.asdict(event)
-    step, why = fields.pop("step"), fields.pop("reason", "")
+    fields = event.to_dict()
+    kind, step, why = fields.pop("event"), fields.pop("step"), fields.pop("reason", "")
     values = {k: number(v) if isinstance(v, float) else v for k, v in fields.items()}
     what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
-    return f"{step:,}", event.kind.replace("_", " "), what, why
+    return f"{step:,}", kind.replace("_", " "), what, why
 
 
-# --- pictures ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """One line of a panel; values that are missing, not finite or too large leave gaps."""
 
     label: str
     steps: Sequence[float]
     values: Sequence[float | None]
-    style: dict[str, Any] = field(default_factory=dict)
+    style: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """Curves that share their axes."""
 
     title: str
