@@ -7,7 +7,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -365,17 +365,15 @@ def _read(loader: Any) -> tuple[list[Any], float]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(holder, "sampler", None) for holder in (loader, batch_sampler)]
     held = [getattr(holder, "generator", None) for holder in (loader, batch_sampler, *samplers)]
-    states = [(entry, entry.get_state()) for entry in held if isinstance(entry, torch.Generator)]
-    with _explained("loader must give batches that can be copied", "Pass a list of batches."):
+    contract = "loader must give batches that can be copied"
+    with _explained(contract, "Pass a list of batches."), ExitStack() as restored:
         if isinstance(loader, Iterator):
             raise TypeError(f"a {type(loader).__name__}, which reading would use up")
-        try:
-            began = Seconds.now()
-            batches = list(itertools.islice(loader, NUM_BATCHES))
-            reading_s = Seconds.now().since(began).wall_s / max(1, len(batches))
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
+        for generator in (entry for entry in held if isinstance(entry, torch.Generator)):
+            restored.callback(generator.set_state, generator.get_state())
+        began = Seconds.now()
+        batches = list(itertools.islice(loader, NUM_BATCHES))
+        reading_s = Seconds.now().since(began).wall_s / max(1, len(batches))
         if not batches:
             raise ValueError("none")
         return copy.deepcopy(batches), 0.0 if getattr(loader, "num_workers", 0) else reading_s

@@ -115,9 +115,8 @@ def _pictures(summary: Summary) -> list[tuple[str, str, str]]:
     """Return title, caption and drawing of each picture that the journal has data for."""
     losses, metrics = _metric_panels(summary)
     training = [*_depth_panels(summary), *losses, *_pace_panels(summary)]
-    made = (training, metrics, _plasticity_panels(summary))
-    found = [(*titles, panels) for titles, panels in zip(CAPTIONS.items(), made, strict=True)]
-    return [(title, caption, _draw(panels, summary)) for title, caption, panels in found if panels]
+    made = zip(CAPTIONS.items(), (training, metrics, _plasticity_panels(summary)), strict=True)
+    return [(*titles, _draw(panels, summary)) for titles, panels in made if panels]
 
 
 def _depth_panels(summary: Summary) -> list[Panel]:
