@@ -20,16 +20,8 @@ def resnet():
     return cifar_resnet(20)
 
 
-def resnet_with_example():
-    return cifar_resnet(20), (torch.zeros(2, 3, 32, 32),)
-
-
 def named():
     return Named()
-
-
-def wrong_example():
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.zeros(2, 3),)
 
 
 def no_model():

@@ -200,7 +200,7 @@ def test_a_loss_that_explodes_thaws_until_the_next_move():
             assert found is None
             continue
         assert found.frozen == 0 and said in found.reason
-        resumed = make(plan="0.9:1")
+        resumed = make(plan=policy.state_dict()["plan"])
         resumed.load_state_dict(policy.state_dict())
         for told in (policy, resumed):
             assert told.observe(Interval(step=step + 1, frozen=0, num_steps=8, loss=2.5)) is None

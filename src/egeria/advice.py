@@ -7,7 +7,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,20 +77,18 @@ class Advice:
 
     def saving(self, plan: str) -> float:
         """Return the share of the training time that a plan saves, such as "0.5:2 0.75:3"."""
-        return self._saving(self._parse(plan), self.costs)
+        return self._saving(plan, self.costs)
 
-    def _parse(self, plan: str) -> Plan:
+    def _saving(self, plan: str, costs: Sequence[DepthCost]) -> float:
         check("plan", plan, wrong_plan)
         plan = resolve(plan, [(name,) for name in self.modules], None)
         if any(move.is_step for move in read_plan(plan)):
             raise ConfigError(f'plan takes shares such as "0.5:2", found {plan!r}. Divide by all.')
-        return Plan.parse(plan, self.modules, total_steps=1)
-
-    def _saving(self, plan: Plan, costs: Sequence[DepthCost]) -> float:
         depths = [cost.depth for cost in costs]  # of others the time is interpolated
         times_s = [cost.iteration_s for cost in costs]
         saved_s = -np.diff(np.interp(range(len(self.modules)), depths, times_s))
-        return float(plan.skipped_share(list(saved_s / (times_s[0] + self.reading_s))))
+        followed = Plan.parse(plan, self.modules, total_steps=1)
+        return float(followed.skipped_share(list(saved_s / (times_s[0] + self.reading_s))))
 
     @property
     def is_worth_it(self) -> bool:
@@ -103,7 +101,7 @@ class Advice:
         if not self.costs[-1].depth:
             return "Not worth it: nothing can be frozen."
         saved, most = map(self.saving, (self._tried, f"0:{len(self.modules)}"))
-        each = [self._saving(self._parse(self._tried), costs) for costs in self.rounds]
+        each = [self._saving(self._tried, costs) for costs in self.rounds]
         spread = f"{percent(min(each))} to {percent(max(each))} by round"
         saves = f"saves {percent(saved)} of the training time ({spread})"
         worth = "Worth a try" if self.is_worth_it else "Not worth it"
@@ -127,7 +125,7 @@ class Advice:
 
     def _row(self, cost: DepthCost) -> tuple[str, ...]:
         name = self.modules[cost.depth - 1] if cost.depth else "-"
-        share = percent(self._parse(self._tried).share_at(cost.depth))
+        share = percent(Plan.parse(self._tried, self.modules, 1).share_at(cost.depth))
         saved = percent(1 - cost.iteration_s / self.costs[0].iteration_s)
         wall, cpu = (f"{1000 * seconds:.1f} ms" for seconds in (cost.iteration_s, cost.cpu_s))
         return f"{cost.depth}", name, share, wall, saved, cpu, mebibytes(cost.peak_bytes)
@@ -209,7 +207,8 @@ def plan(
 
 def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     """Return the optimizers as a list; raise ConfigError if this training cannot be copied."""
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    strange = sorted({type(e).__name__ for e in optimizers if not isinstance(e, Optimizer)})
     if not isinstance(model, nn.Module):
         found = f"a {type(model).__name__}"
     elif any(base.__module__.startswith("torch.nn.parallel") for base in type(model).__mro__):
@@ -220,12 +219,10 @@ def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:
         found = f"parameters on {', '.join(sorted(kinds))}"
     elif world_size() > 1:
         found = f"a job of {world_size()} processes"
-    elif not isinstance(optimizers, (list, tuple)) or not optimizers:
-        found = f"{type(optimizer).__name__} as the optimizer"
-    elif kinds := {type(e).__name__ for e in optimizers if not isinstance(e, Optimizer)}:
-        found = f"{', '.join(sorted(kinds))} as an optimizer"
+    elif strange or not optimizers:
+        found = f"{', '.join(strange) or 'none'} as an optimizer"
     else:
-        return list(optimizers)
+        return optimizers
     raise ConfigError(
         "advise takes a torch.nn.Module on the CPU or CUDA with torch optimizers, in one process, "
         f"found {found}. Ask before the model is compiled or wrapped."
@@ -368,17 +365,15 @@ def _read(loader: Any) -> tuple[list[Any], float]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(holder, "sampler", None) for holder in (loader, batch_sampler)]
     held = [getattr(holder, "generator", None) for holder in (loader, batch_sampler, *samplers)]
-    states = [(entry, entry.get_state()) for entry in held if isinstance(entry, torch.Generator)]
-    with _explained("loader must give batches that can be copied", "Pass a list of batches."):
+    contract = "loader must give batches that can be copied"
+    with _explained(contract, "Pass a list of batches."), ExitStack() as restored:
         if isinstance(loader, Iterator):
             raise TypeError(f"a {type(loader).__name__}, which reading would use up")
-        try:
-            began = Seconds.now()
-            batches = list(itertools.islice(loader, NUM_BATCHES))
-            reading_s = Seconds.now().since(began).wall_s / max(1, len(batches))
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
+        for generator in (entry for entry in held if isinstance(entry, torch.Generator)):
+            restored.callback(generator.set_state, generator.get_state())
+        began = Seconds.now()
+        batches = list(itertools.islice(loader, NUM_BATCHES))
+        reading_s = Seconds.now().since(began).wall_s / max(1, len(batches))
         if not batches:
             raise ValueError("none")
         return copy.deepcopy(batches), 0.0 if getattr(loader, "num_workers", 0) else reading_s

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import inspect
-import json
 import os
 import platform
 import shutil
@@ -26,15 +25,11 @@ from egeria.advice import advise
 from egeria.config import ModulesConfig, check
 from egeria.controller.process import choose
 from egeria.errors import ConfigError, EgeriaError, brief, printable
-from egeria.journal import check_own, replace_file
 from egeria.model.cut import LayerModule, is_mostly_trained, make_modules, settings_of_cut
-from egeria.model.group import find_pieces
-from egeria.model.watch import Watch
 from egeria.moves import wrong_plan
 from egeria.report.text import percent
 
 ABOUT = "Train faster by freezing layers once they have converged."
-MARK = rb'"egeria": "'  # in each file of `--json`
 NAMES = ("model", "optimizer", "loader", "loss")
 RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of egeria.advise"
 
@@ -43,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 something failed, 2 wrong use."""
     chosen = _parser().parse_args(arguments)
     try:
-        return int(chosen.run(chosen, Console()))
+        verbs = {"advise": _advise, "modules": _modules, "report": _report, "doctor": _doctor}
+        return verbs[chosen.verb](chosen, Console())
     except EgeriaError as error:
         said, status = str(error), 2
     except Exception as error:
@@ -60,22 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verb = verbs.add_parser("advise", help="measure what freezing could save, on a copy")
-    verb.set_defaults(run=_advise)
     verb.add_argument("training", help=f"package.module:callable that returns {RETURNS}")
     verb.add_argument("--plan", help='such as "0.5:2 0.75:3": also show what it would save')
     verb.add_argument("--rounds", type=int, help="how often each depth is measured")
-    verb.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
     verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
-    verb.set_defaults(run=_modules)
-    verb.add_argument(
-        "model", help="package.module:callable: the model, or (model, example arguments)"
-    )
+    verb.add_argument("model", help="package.module:callable that returns the model")
     verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes one")
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
-    verb.set_defaults(run=_report)
     verb.add_argument("directory", metavar="DIR", help="of the run")
     verb = verbs.add_parser("doctor", help="show what this machine offers: threads, disk, torch")
-    verb.set_defaults(run=_doctor)
     verb.add_argument("--directory", type=Path, default=Path(), help="to try to write to")
     return parser
 
@@ -87,11 +76,8 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _advise(arguments: argparse.Namespace, console: Console) -> int:
-    plan, file = arguments.plan, arguments.json
-    check("plan", plan or "", wrong_plan)
-    if file is not None:
-        check_own(file, MARK)
-    given = _arguments(arguments.training)
+    check("plan", arguments.plan or "", wrong_plan)
+    plan, given = arguments.plan, _arguments(arguments.training)
     if arguments.rounds is not None:
         given["rounds"] = arguments.rounds
     with console.status("measuring on a copy"):
@@ -100,10 +86,6 @@ def _advise(arguments: argparse.Namespace, console: Console) -> int:
     if plan is not None:
         saved = percent(advice.saving(plan))
         console.print(f"The plan {plan!r} would save {saved} of the training time.")
-    if file is not None:
-        found = {"egeria": egeria.__version__, **advice.to_dict()}
-        text = json.dumps(found, indent=1) + "\n"
-        replace_file(file, MARK, lambda stream: stream.write(text.encode()))
     return 0
 
 
@@ -120,33 +102,15 @@ def _arguments(path: str) -> dict[str, Any]:
 
 
 def _modules(arguments: argparse.Namespace, console: Console) -> int:
-    made, pattern = _call_named(arguments.model, "model", "a model"), arguments.pattern
-    model, *example = made if isinstance(made, tuple) and len(made) == 2 else (made,)
+    model = _call_named(arguments.model, "model", "a model")
     if not isinstance(model, nn.Module):
         what, found = f"{arguments.model} must return a torch.nn.Module", type(model).__name__
-        raise ConfigError(f"{what}, or (model, example), found {found}. Return one of these.")
-    watch = _watch(arguments.model, model, example[0], pattern) if example else None
-    settings = asdict(ModulesConfig(pattern=pattern))
+        raise ConfigError(f"{what}, found {found}. Return the model itself.")
+    settings = asdict(ModulesConfig(pattern=arguments.pattern))
     settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(model))
-    console.print(_cut_table(model, make_modules(model, watch=watch, **settings)))
-    order = "In definition order; a run takes the order of its first step."
-    console.print("In execution order." if watch else order)
+    console.print(_cut_table(model, make_modules(model, **settings)))
+    console.print("In definition order; a run takes the order of its first step.")
     return 0
-
-
-def _watch(path: str, model: nn.Module, example: Any, pattern: str | None) -> Watch:
-    """Return what a forward pass with the example arguments showed."""
-    watch = Watch(model, find_pieces(model, pattern))
-    args = example if isinstance(example, (tuple, list)) else (example,)
-    watch.open()
-    try:
-        model(**example) if isinstance(example, Mapping) else model(*args)
-    except Exception as error:
-        what = f"The model of {path} must take its example arguments"
-        raise ConfigError(f"{what}; {brief(error)}. Return those that it accepts.") from error
-    finally:
-        watch.close()
-    return watch
 
 
 def _call_named(path: str, what: str, returns: str) -> Any:

@@ -67,9 +67,7 @@ class Reference:
         events, self._events = self._events, []
         return events
 
-    def refresh(
-        self, model: nn.Module, batch: Batch, plasticity: Mapping[str, float] | None = None
-    ) -> None:
+    def refresh(self, model: nn.Module, batch: Batch, plasticity: Mapping[str, float] = {}) -> None:
         """Take the weights of the model in training as they are now.
 
         Args:
@@ -80,10 +78,10 @@ class Reference:
         Raises:
             RuntimeError: the model cannot be copied.
         """
-        is_first, known = self._format is None, plasticity or {}
+        is_first = self._format is None
         self._snapshot, batch = take_snapshot(model, self._device), self._here(batch)
-        taps = self._taps if is_first else [tap for tap in self._taps if tap in known]
-        expected = {tap: known.get(tap, _EARLY_PLASTICITY) for tap in taps}
+        taps = self._taps if is_first else [tap for tap in self._taps if tap in plasticity]
+        expected = {tap: plasticity.get(tap, _EARLY_PLASTICITY) for tap in taps}
         works, reasons = list[tuple[float, Format]](), list[str]()
         for name in self._names:
             try:
@@ -95,17 +93,17 @@ class Reference:
         is_given = works and len(self._names) == 1
         self._take(best, f"the setting is {best.name!r}" if is_given else "; ".join(reasons))
 
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the output [B, ...] of submodule `tap` in float32, None if it gives no tensor."""
+    def activation(self, tap: str, batch: Batch) -> Tensor:
+        """Return the output [B, ...] of submodule `tap` in float32."""
         assert self._format is not None, "a reference is refreshed before it is asked"
         batch = self._here(batch)
         try:
-            return self._format.read([tap], batch).get(tap)
+            return self._format.read([tap], batch)[tap]
         except Exception as error:
             exact = self._build("fp32")
-            found = exact.read([tap], batch)  # an error here is not caused by the format
+            found = exact.read([tap], batch)[tap]  # an error here is not caused by the format
             self._take(exact, f"{self.precision} failed at {tap}: {brief(error)}")
-            return found.get(tap)
+            return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what gives the same activations again; empty before the first refresh."""
@@ -156,8 +154,27 @@ class Reference:
     def _build(
         self, name: str, batch: Batch | None = None, ranges: Ranges | None = None
     ) -> "Format":
-        assert self._snapshot is not None
-        return build(name, self._snapshot, self._taps, batch, ranges or {})
+        """Return the snapshot in the format of that name; raise what rules it out.
+
+        Ranges of activations, except at the taps, are measured on a batch; without one, `ranges`
+        count.
+        """
+        snapshot = self._snapshot
+        assert snapshot is not None
+        if name != "int8":
+            return Format(name=name, builder=name, model=snapshot)
+        if any(p.is_floating_point() and p.dtype != torch.float32 for p in snapshot.parameters()):
+            raise ValueError("not all weights are float32")
+        with kept_random_state(snapshot), torch.no_grad(), kernels():
+            model = copy.deepcopy(snapshot)
+            linear = _layers(model, (nn.Linear,))
+            if len(_layers(model, _CONVOLUTIONS)) >= len(linear):
+                return _static(model, self._taps, batch, ranges or {})
+            toolkit = _toolkit()
+            layers = dict.fromkeys(linear, toolkit.per_channel_dynamic_qconfig)
+            toolkit.quantize_dynamic(model, layers, inplace=True)
+        builder = f"int8, {len(linear)} linear layers, dynamic"
+        return Format(name=name, builder=builder, model=model)
 
     def _take(self, made: "Format", reason: str = "") -> None:
         """Use this format from now on, for good."""
@@ -209,9 +226,6 @@ def take_snapshot(model: nn.Module, device: torch.device) -> nn.Module:
     return snapshot.requires_grad_(False).to(device)
 
 
-# --- number formats ------------------------------------------------------------------------------
-
-
 def with_autocast(batch: Batch, enabled: bool) -> Batch:
     """Return the batch with autocast to bfloat16, or with none."""
     return replace(batch, autocast=replace(batch.autocast, enabled=enabled, dtype=torch.bfloat16))
@@ -237,24 +251,6 @@ class Format:
         return {tap: activation.float() for tap, activation in found.items()}
 
 
-def build(
-    name: str, snapshot: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges
-) -> Format:
-    """Return a float32 snapshot in the format of that name; raise what rules it out.
-
-    Ranges of activations, except at the taps, are measured on a batch; without one, `ranges` count.
-    """
-    if name != "int8":
-        return Format(name=name, builder=name, model=snapshot)
-    if any(p.is_floating_point() and p.dtype != torch.float32 for p in snapshot.parameters()):
-        raise ValueError("not all weights are float32")
-    with kept_random_state(snapshot), torch.no_grad(), kernels():
-        model = copy.deepcopy(snapshot)
-        if len(_layers(model, _CONVOLUTIONS)) < len(_layers(model, (nn.Linear,))):
-            return _dynamic(model)
-        return _static(model, taps, batch, ranges)
-
-
 def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[str]:
     """Return the names of submodules of exactly these types with their class's own `forward`."""
     found = ((name, module) for name, module in model.named_modules() if type(module) in kinds)
@@ -264,15 +260,6 @@ def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[str]:
 def _is_altered(module: nn.Module) -> bool:
     """Return whether weights are computed before a call, or `forward` is replaced."""
     return "forward" in vars(module) or bool(module._forward_pre_hooks) or is_parametrized(module)
-
-
-def _dynamic(model: nn.Module) -> Format:
-    toolkit = _toolkit()
-    layers = dict.fromkeys(_layers(model, (nn.Linear,)), toolkit.per_channel_dynamic_qconfig)
-    if not layers:
-        raise ValueError("no layer has an int8 form")
-    toolkit.quantize_dynamic(model, layers, inplace=True)
-    return Format(name="int8", builder=f"int8, {len(layers)} linear layers, dynamic", model=model)
 
 
 def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges) -> Format:

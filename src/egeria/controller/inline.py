@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from egeria.events import Event, ReferenceRefreshed
 from egeria.model.passes import Batch
 from egeria.plasticity import gram, pool_map, sp_loss_of_grams
 from egeria.reference import Reference
+
+Saved: TypeAlias = Mapping[str, Any]  # what `state_dict` of a controller returned
 
 
 class Ticket(NamedTuple):
@@ -31,6 +33,9 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
+Reports: TypeAlias = list[Answer | Event]
+
+
 class Controller:
     """Evaluates plasticity; this base class evaluates nothing.
 
@@ -39,9 +44,7 @@ class Controller:
 
     cpu_s: float = 0.0  # spent outside of the training process so far
 
-    def refresh(
-        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
-    ) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: Saved | None = None) -> bool:
         """Bring the reference model up to date; return whether that is or will be done.
 
         Args:
@@ -60,11 +63,11 @@ class Controller:
         `training_BB` is the `gram` of the training model's activation, for its first rows.
         """
 
-    def poll(self) -> list[Answer | Event]:
+    def poll(self) -> Reports:
         """Return answers and events since the last call, events without steps and costs."""
         return []
 
-    def close(self) -> list[Answer | Event]:
+    def close(self) -> Reports:
         """Release everything for good; return what was not polled, and what is lost."""
         return self.poll()
 
@@ -80,11 +83,9 @@ class InlineController(Controller):
         self._reference = Reference(taps, precision=precision, device=device)
         self._largest_map = largest_map
         self._readings: dict[str, list[float]] = {}  # by tap, since the last refresh
-        self._reports: list[Answer | Event] = []
+        self._reports: Reports = []
 
-    def refresh(
-        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
-    ) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: Saved | None = None) -> bool:
         """Take the reference model from the training weights, or from a saved state."""
         if state and state["reference"]:
             self._reference.load_state_dict(state["reference"], model)
@@ -102,8 +103,6 @@ class InlineController(Controller):
         """Evaluate now; `poll` returns the answer."""
         try:
             activation = self._reference.activation(ticket.tap, batch)
-            if activation is None:
-                raise ValueError(f"the reference gave no activation at {ticket.tap}")
             with torch.no_grad():
                 reference_BB = gram(pool_map(activation[: len(training_BB)], self._largest_map))
                 value = float(sp_loss_of_grams(training_BB, reference_BB.to(training_BB.device)))
@@ -115,7 +114,7 @@ class InlineController(Controller):
         # The format changes during an evaluation if it cannot run the batch.
         self._reports += [Answer(ticket, value), *self._reference.take_events()]
 
-    def poll(self) -> list[Answer | Event]:
+    def poll(self) -> Reports:
         """Return answers and events since the last call."""
         reports, self._reports = self._reports, []
         return reports

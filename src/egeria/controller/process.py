@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +25,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.inline import Answer, Controller, InlineController, Ticket
+from egeria.controller.inline import Answer, Controller, InlineController, Reports, Saved, Ticket
 from egeria.errors import brief
-from egeria.events import Declined, Event
+from egeria.events import Declined
 from egeria.model.hooks import without_watchers
 from egeria.model.passes import Batch
 from egeria.random_state import random_states, set_random_states
@@ -71,12 +70,10 @@ class ProcessController(Controller):
         self._inline: InlineController | None = None
         # The file and its evaluation, None for a snapshot.
         self._unanswered: deque[tuple[int, Ticket | None]] = deque()
-        self._reports: list[Answer | Event] = []
+        self._reports: Reports = []
         self._deadline_s = 0.0
 
-    def refresh(
-        self, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
-    ) -> bool:
+    def refresh(self, model: nn.Module, batch: Batch | None, state: Saved | None = None) -> bool:
         """Send the weights as they are now, if there is room; a saved state is ignored."""
         if self._inline is not None:
             return self._inline.refresh(model, batch, state)
@@ -89,14 +86,14 @@ class ProcessController(Controller):
         elif reason := self._send(ticket, (batch, random_states(), training_BB)):
             self._reports.append(Answer(ticket, None, reason))
 
-    def poll(self) -> list[Answer | Event]:
+    def poll(self) -> Reports:
         """Return answers and events since the last call; a failed process is given up here."""
         if self._child is not None and (fault := self._receive(self._child)):
             self._give_up(fault)
         reports, self._reports = self._reports, []
         return reports + (self._inline.poll() if self._inline else [])
 
-    def close(self) -> list[Answer | Event]:
+    def close(self) -> Reports:
         """End the process and free the memory; evaluations under way are lost."""
         self._end("the run ended before the controller process came to it")
         return self.poll()
@@ -234,9 +231,7 @@ def _end_behind(parent: int) -> None:
     os._exit(0)
 
 
-def _answer(
-    controller: InlineController, file: int, ticket: Ticket | None
-) -> list[Answer | Event] | str:
+def _answer(controller: InlineController, file: int, ticket: Ticket | None) -> Reports | str:
     """Take a snapshot or make an evaluation; return the reports, or why there are none."""
     try:
         content = unpack(file)
@@ -286,9 +281,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 # Stands for the pickle module in `torch.save`.
 _SENDING = SimpleNamespace(__name__=__name__, Pickler=_Pickler)
-
-
-# --- which controller it is ----------------------------------------------------------------------
 
 
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> tuple[str, str, str]:

@@ -127,13 +127,11 @@ def draw_up(
         reason = "total_steps is not known; pass it to attach"
     else:
         start = LATE_START if adaptive and not convolutional else LATER_START
-        moves = even_moves(len(modules), start)
-        reason = f"pretrained: everything trains up to {start:.0%} of the steps"
+        moves, end, what = even_moves(len(modules), start), start, "everything trains"
         if start == LATE_START and not adapted and len(modules) > 1:
             moves = (Move(0.0, len(modules) - 1), Move(ALONE, 0), *moves)
-            reason = (
-                f"pretrained: the last layer module trains alone up to {ALONE:.0%} of the steps"
-            )
+            end, what = ALONE, "the last layer module trains alone"
+        reason = f"pretrained: {what} up to {end:.0%} of the steps"
     return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
 
@@ -166,7 +164,7 @@ class PlanPolicy:
     """'plan', 'static', 'linear': follows a plan, to the step. 'none': a plan that never moves.
 
     A loss that is not finite, or twice that of the steps before and more than it ever was, thaws
-    everything until the plan's next move. A resumed run goes on with the plan that it began with.
+    everything until the plan's next move.
     """
 
     def __init__(
@@ -182,11 +180,8 @@ class PlanPolicy:
         self._loss, self._highest = math.inf, -math.inf  # of the newest steps judged, and of all
         self._losses = list[float | None]()  # of the steps since then
         self._thawed_at = -1  # the step at which the loss thawed, until the next move
-        self._follow(Plan.parse(config.policy.plan or "", modules, total_steps))
-
-    def _follow(self, plan: Plan) -> None:
-        self.plan = plan
-        changes = (step for step in plan.steps if self._depth(step) != self._depth(step - 1))
+        self.plan = Plan.parse(config.policy.plan or "", modules, total_steps)
+        changes = (step for step in self.plan.steps if self._depth(step) != self._depth(step - 1))
         self.wants = Wants(steps=tuple(changes))
 
     def _depth(self, step: int) -> int:
@@ -228,8 +223,5 @@ class PlanPolicy:
         return {"plan": str(self.plan), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the plan that the run began with."""
+        """Restore what was seen of the loss; the policy was made with the plan of the state."""
         self._loss, self._highest, self._thawed_at, *self._losses = state["seen"]
-        if state["plan"] != str(self.plan):
-            modules, total = self.plan.modules, self.plan.total_steps
-            self._follow(Plan.parse(state["plan"], modules, total, "the run began with it"))

@@ -4,14 +4,12 @@ Its pictures are panels of curves over the steps, drawn by matplotlib.
 """
 
 import base64
-import dataclasses
 import io
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 from jinja2 import Environment, PackageLoader
@@ -61,9 +59,6 @@ def render_page(summary: Summary) -> str:
     )
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
 def _clock(name: str, clock: Clock) -> tuple[str, ...]:
     times = (clock.training_s, clock.overhead_s, clock.unfrozen_s, clock.saved_s)
     training, overhead, unfrozen, saved = map(duration, times)
@@ -91,28 +86,23 @@ def _modules(summary: Summary) -> list[tuple[str, ...]]:
 
 def _event(event: Event) -> tuple[str, ...]:
     """Return step, kind, what and why, as the event says it."""
-    fields = dataclasses.asdict(event)
-    step, why = fields.pop("step"), fields.pop("reason", "")
+    fields = event.to_dict()
+    kind, step, why = fields.pop("event"), fields.pop("step"), fields.pop("reason", "")
     values = {k: number(v) if isinstance(v, float) else v for k, v in fields.items()}
     what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
-    return f"{step:,}", event.kind.replace("_", " "), what, why
+    return f"{step:,}", kind.replace("_", " "), what, why
 
 
-# --- pictures ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """One line of a panel; values that are missing, not finite or too large leave gaps."""
 
     label: str
     steps: Sequence[float]
     values: Sequence[float | None]
-    style: dict[str, Any] = field(default_factory=dict)
+    style: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """Curves that share their axes."""
 
     title: str
@@ -125,9 +115,8 @@ def _pictures(summary: Summary) -> list[tuple[str, str, str]]:
     """Return title, caption and drawing of each picture that the journal has data for."""
     losses, metrics = _metric_panels(summary)
     training = [*_depth_panels(summary), *losses, *_pace_panels(summary)]
-    made = (training, metrics, _plasticity_panels(summary))
-    found = [(*titles, panels) for titles, panels in zip(CAPTIONS.items(), made, strict=True)]
-    return [(title, caption, _draw(panels, summary)) for title, caption, panels in found if panels]
+    made = zip(CAPTIONS.items(), (training, metrics, _plasticity_panels(summary)), strict=True)
+    return [(*titles, _draw(panels, summary)) for titles, panels in made if panels]
 
 
 def _depth_panels(summary: Summary) -> list[Panel]:

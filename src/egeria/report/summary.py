@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from egeria import events, policy
 from egeria.events import Declined, Event, IntervalMeasured, Resumed, RunClosed, RunStarted
@@ -18,8 +18,7 @@ FEW_STEPS = 30  # with nothing frozen, under which their time says little
 UNKNOWN_START = RunStarted(step=0, rule="unknown", **_NOTHING)
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """Median seconds of an iteration, over the steps with `frozen` front modules frozen."""
 
     frozen: int
@@ -29,8 +28,7 @@ class Pace:
     memory_bytes: int | None  # most CUDA memory allocated; None on the CPU
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
+class Clock(NamedTuple):
     """Training time by one clock (wall or CPU), in seconds."""
 
     unfrozen_iteration_s: float | None  # median with nothing frozen, measured or computed
@@ -54,8 +52,7 @@ class Clock:
         return ratio(self.overhead_s, self.training_s)
 
 
-@dataclass(frozen=True, slots=True)
-class DepthPoint:
+class DepthPoint(NamedTuple):
     """From this step on, `frozen` front modules are frozen, for `num_steps` steps."""
 
     step: int
@@ -65,8 +62,7 @@ class DepthPoint:
     skipped_share: float | None  # of an iteration's compute: the backward pass of what is frozen
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):
     """One metric that the user logged, over the run."""
 
     name: str
@@ -243,22 +239,15 @@ class Summary(events.EventsByKind):
         """Steps in measured intervals with nothing frozen; under `FEW_STEPS` times are computed."""
         return sum(pace.num_steps for pace in self.paces if not pace.frozen)
 
-    def _unfrozen_s(self, name: str) -> float | None:
-        """Return the seconds of an iteration with nothing frozen.
-
-        If few steps ran so, it is computed from the depth with the most steps and from the share
-        of the compute that this depth skips.
-        """
-        measured = next((getattr(pace, name) for pace in self.paces if not pace.frozen), None)
-        others = [pace for pace in self.paces if pace.frozen]
-        if self.num_unfrozen >= FEW_STEPS or not others:
-            return measured
-        most = max(others, key=lambda pace: pace.num_steps)
-        skipped = self._skipped_shares().get(most.frozen)
-        return measured if skipped is None else float(getattr(most, name)) / (1.0 - skipped)
-
     def _clock(self, name: str) -> Clock:
-        unfrozen_s = self._unfrozen_s(name)
+        unfrozen_s = next((getattr(pace, name) for pace in self.paces if not pace.frozen), None)
+        others = [pace for pace in self.paces if pace.frozen]
+        if self.num_unfrozen < FEW_STEPS and others:
+            # Computed from the depth with the most steps, and the share of compute that it skips.
+            most = max(others, key=lambda pace: pace.num_steps)
+            skipped = self._skipped_shares().get(most.frozen)
+            if skipped is not None:
+                unfrozen_s = getattr(most, name) / (1.0 - skipped)
         overhead_s = sum(_overhead(process, name) for process in self.processes)
         training_s, saved_s = 0.0, -overhead_s
         for interval in self.intervals:

@@ -123,8 +123,7 @@ def why_nothing_froze(summary: Summary) -> str:
         reasons.append(f"{read}, at most {longest} of them stationary in a row")
     if summary.stage == BOOTSTRAPPING:
         reasons.append("the bootstrapping stage did not end")
-    where = f"up to step {summary.step}"
-    return f"Nothing was frozen {where}: {'; '.join(dict.fromkeys(reasons))}."
+    return f"Nothing was frozen up to step {summary.step}: {'; '.join(dict.fromkeys(reasons))}."
 
 
 def cautions(summary: Summary) -> list[str]:

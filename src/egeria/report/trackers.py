@@ -1,6 +1,7 @@
 """Experiment trackers: what each is sent, and how it takes it. None of them is imported."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from egeria.errors import ConfigError
@@ -39,10 +40,10 @@ def find_trackers(log_to: Any) -> list[Tracker]:
 
 def _find(entry: Any) -> Tracker:
     is_class = isinstance(entry, type)
-    for name, methods, make in _KINDS:
+    for name, methods, log in _KINDS:
         if not is_class and all(callable(getattr(entry, method, None)) for method in methods):
             own_name = getattr(entry, "__qualname__", type(entry).__name__)
-            return Tracker(name=name or own_name, log=make(entry))
+            return Tracker(name=name or own_name, log=partial(log, entry, {}))
     found = f"the class {entry.__name__}" if is_class else type(entry).__name__
     raise ConfigError(
         "log_to is TensorBoard's SummaryWriter, a W&B or Trackio run, mlflow, a callable "
@@ -50,39 +51,29 @@ def _find(entry: Any) -> Tracker:
     )
 
 
-def _tensorboard(writer: Any) -> Log:
-    def log(values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-
-    return log
+def _tensorboard(writer: Any, _: Any, values: Mapping[str, float], step: int) -> None:
+    for name, value in values.items():
+        writer.add_scalar(name, value, step)
 
 
-def _mlflow(module: Any) -> Log:
-    run: dict[str, str] = {}
-
-    def log(values: Mapping[str, float], step: int) -> None:
-        module.log_metrics(values, step=step, **run)
-        if not run:  # it stays in this run, also when another is active later, or none
-            run["run_id"] = module.active_run().info.run_id
-
-    return log
+def _mlflow(module: Any, kept: dict[str, str], values: Mapping[str, float], step: int) -> None:
+    module.log_metrics(values, step=step, **kept)
+    if not kept:  # it stays in this run, also when another is active later, or none
+        kept["run_id"] = module.active_run().info.run_id
 
 
-def _wandb(run: Any) -> Log:
-    def log(values: Mapping[str, float], step: int) -> None:
-        # With `step=` W&B would drop what the user logs at a lower one.
-        run.define_metric("egeria/*", step_metric="egeria/step")
-        run.log({**values, "egeria/step": step})
-
-    return log
+def _wandb(run: Any, _: Any, values: Mapping[str, float], step: int) -> None:
+    # With `step=` W&B would drop what the user logs at a lower one.
+    run.define_metric("egeria/*", step_metric="egeria/step")
+    run.log({**values, "egeria/step": step})
 
 
-# Name and log function of an object that has these methods; the first match counts.
-_KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Log]], ...] = (
+# Name of an object that has these methods, and what logs to it; the first match counts. It takes
+# the object, a dictionary for what it must remember, values and step.
+_KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., object]], ...] = (
     ("TensorBoard", ("add_scalar",), _tensorboard),
     ("MLflow", ("log_metrics", "active_run"), _mlflow),
     ("Weights & Biases", ("log", "define_metric"), _wandb),
-    ("Trackio", ("log", "finish"), lambda run: lambda values, step: run.log(values, step=step)),
-    ("", ("__call__",), lambda function: function),
+    ("Trackio", ("log", "finish"), lambda run, _, values, step: run.log(values, step=step)),
+    ("", ("__call__",), lambda function, _, values, step: function(values, step)),
 )

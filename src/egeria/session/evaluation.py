@@ -15,17 +15,10 @@ from egeria.controller.process import ProcessController, choose
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import rank
 from egeria.errors import brief
+from egeria.model import passes
 from egeria.model.cut import Cut
 from egeria.model.hooks import Hook, sweep
-from egeria.model.passes import (
-    KEPT,
-    Batch,
-    captures,
-    is_own_pass,
-    keeps_outside,
-    living,
-    undisturbed,
-)
+from egeria.model.passes import Batch, captures, undisturbed
 from egeria.plasticity import gram, pool_map
 from egeria.policy import Interval, Reading, Status, Wants
 from egeria.report.text import plural
@@ -93,7 +86,7 @@ class Evaluation:
             FreezingEndedError: our pass would leave tensors outside of the model.
         """
         if self._keeps_outside:
-            raise FreezingEndedError(f"{KEPT}. Give a plan instead of the policy 'egeria'")
+            raise FreezingEndedError(f"{passes.KEPT}. Give a plan instead of the policy 'egeria'")
         index = wants.plasticity_of
         if interval.loss is None:
             steps = plural(interval.num_steps, "step")
@@ -152,21 +145,18 @@ class Evaluation:
 
     def refresh(self, wants: Wants) -> int:
         """Refresh the reference model if that is due; return the steps of an interval."""
-        is_due = wants.refresh or self._refreshed_at is None
-        if is_due and wants.plasticity_of is not None and self._batch is not None:
-            self._refresh(self._batch.first_rows(self._settings.num_samples))
+        is_first, batch = self._refreshed_at is None, self._batch
+        is_due = (wants.refresh or is_first) and wants.plasticity_of is not None
+        if is_due and batch is not None:
+            rows, begin = batch.first_rows(self._settings.num_samples), Seconds.now()
+            if self.controller.refresh(self.training.model, rows):
+                self._refreshed_at = self.clock.evaluation
+                self._refresh_cost = Seconds.now().since(begin)
+                self._take_in_reports()
+                if not is_first and self.clock.iteration_s > 0:
+                    self._refresh_iterations = self._refresh_cost.wall_s / self.clock.iteration_s
         self.disarm()
         return self._fitting_steps(wants.interval_steps or self.clock.interval_steps)
-
-    def _refresh(self, rows: Batch) -> None:
-        begin, is_first = Seconds.now(), self._refreshed_at is None
-        if not self.controller.refresh(self.training.model, rows):
-            return
-        self._refreshed_at = self.clock.evaluation
-        self._refresh_cost = Seconds.now().since(begin)
-        self._take_in_reports()
-        if not is_first and self.clock.iteration_s > 0:
-            self._refresh_iterations = self._refresh_cost.wall_s / self.clock.iteration_s
 
     def _fitting_steps(self, wanted: int) -> int:
         """Return the length of the coming intervals, which may change after every third evaluation.
@@ -214,10 +204,10 @@ class Evaluation:
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments of a training call; the last one if a step has several."""
-        if not model.training or not torch.is_grad_enabled() or is_own_pass():
+        if not model.training or not torch.is_grad_enabled() or passes.is_own_pass():
             return
         if self._keeps_outside is None:
-            self._living = living()
+            self._living = passes.living()
         try:
             self._batch = Batch.of_call(args, kwargs, self.training.device_type)
         except Exception as error:  # from a mapping of the user's own, for instance
@@ -226,7 +216,7 @@ class Evaluation:
 
     def _look_at_pass(self, model: nn.Module, _args: Any, output: Any) -> None:
         if self._living is not None:
-            self._keeps_outside = keeps_outside(model, output, self._living)
+            self._keeps_outside = passes.keeps_outside(model, output, self._living)
             self._living = None
 
     def _take_in_reports(self) -> None:
