@@ -1,5 +1,6 @@
 """The command line: what each verb prints, and its exit status when something is wrong."""
 
+import json
 import sys
 
 import pytest
@@ -77,10 +78,12 @@ def test_a_command_that_is_not_understood_ends_with_status_2(capsys):
         assert end.value.code == 2 and printed.out == "" and "usage: egeria" in printed.err
 
 
-def test_advise_measures_a_training_and_tells_what_a_plan_would_save(command):
-    status, output, errors = command("advise", "cli_models:training", "--plan", "0.5:1")
+def test_advise_measures_a_training_and_tells_what_a_plan_would_save(command, tmp_path):
+    out = tmp_path / "advice.json"
+    status, output, errors = command("advise", "cli_models:training", "--plan", "0.5:1", "--json", str(out))
     assert status == 0 and not errors
     assert "stem" in output and "orth" in output and "'0.5:1' would save" in output
+    assert len(json.loads(out.read_text(encoding="utf8"))["costs"]) == 2
 
 
 def test_advise_refuses_what_is_no_training_with_status_2(command):

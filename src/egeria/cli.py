@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import inspect
+import json
 import os
 import platform
 import shutil
@@ -25,11 +26,13 @@ from egeria.advice import advise
 from egeria.config import ModulesConfig, check
 from egeria.controller.process import choose
 from egeria.errors import ConfigError, EgeriaError, brief, printable
+from egeria.journal import check_own, replace_file
 from egeria.model.cut import LayerModule, is_mostly_trained, make_modules, settings_of_cut
 from egeria.moves import wrong_plan
 from egeria.report.text import percent
 
 ABOUT = "Train faster by freezing layers once they have converged."
+MARK = rb'"egeria": "'  # in each file of `--json`
 NAMES = ("model", "optimizer", "loader", "loss")
 RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of egeria.advise"
 
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("training", help=f"package.module:callable that returns {RETURNS}")
     verb.add_argument("--plan", help='such as "0.5:2 0.75:3": also show what it would save')
     verb.add_argument("--rounds", type=int, help="how often each depth is measured")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
     verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
     verb.add_argument("model", help="package.module:callable that returns the model")
     verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes one")
@@ -76,8 +80,11 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _advise(arguments: argparse.Namespace, console: Console) -> int:
-    check("plan", arguments.plan or "", wrong_plan)
-    plan, given = arguments.plan, _arguments(arguments.training)
+    plan, file = arguments.plan, arguments.json
+    check("plan", plan or "", wrong_plan)
+    if file is not None:
+        check_own(file, MARK)
+    given = _arguments(arguments.training)
     if arguments.rounds is not None:
         given["rounds"] = arguments.rounds
     with console.status("measuring on a copy"):
@@ -86,6 +93,10 @@ def _advise(arguments: argparse.Namespace, console: Console) -> int:
     if plan is not None:
         saved = percent(advice.saving(plan))
         console.print(f"The plan {plan!r} would save {saved} of the training time.")
+    if file is not None:
+        found = {"egeria": egeria.__version__, **advice.to_dict()}
+        text = json.dumps(found, indent=1) + "\n"
+        replace_file(file, MARK, lambda stream: stream.write(text.encode()))
     return 0
 
 
