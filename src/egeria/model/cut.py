@@ -2,7 +2,6 @@
 
 import re
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -375,9 +374,5 @@ def _outputs_that_count(watch: Watch) -> list[Node]:
     from, as logits are computed from keys and values. If none has a gradient, it is the outputs
     that no other one is computed from.
     """
-    passes: defaultdict[int, list[Node]] = defaultdict(list)
-    for output in dict.fromkeys(watch.outputs):
-        for task in watch.backwards.get(output, ()):
-            passes[task].append(output)
-    found = [output for outputs in passes.values() for output in sinks(outputs)]
-    return list(dict.fromkeys(found)) or sinks(watch.outputs)
+    found = {output for outputs in watch.reached.values() for output in sinks(outputs)}
+    return list(found) or sinks(watch.outputs)

@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from egeria import tree
+from egeria.model.cut import Cut
 from egeria.model.group import is_under
 from egeria.model.hooks import Hook, sweep
-
-if TYPE_CHECKING:
-    from egeria.model.cut import Cut
 
 _ATTRIBUTES = ("requires_grad_", "__getstate__")
 
@@ -29,7 +27,7 @@ class Freezer:
     not seen. Without `has_hooks`, as in compiled models, nothing is detached.
     """
 
-    def __init__(self, model: nn.Module, cut: "Cut", *, has_hooks: bool = True) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, *, has_hooks: bool = True) -> None:
         self._model, self._cut, self._has_hooks = model, cut, has_hooks
         self._held: list[list[_Held]] = []
         self._modes: dict[nn.Module, _Train] = {}
@@ -51,8 +49,11 @@ class Freezer:
         self.is_whole = False
         if self._boundary is not None:
             self._boundary.close()
-        self._thaw(kept)
         now = self._parameters()
+        while self.depth > kept:
+            for entry in self._held[-1]:  # and what has replaced it
+                entry.release(now.get(entry.name, entry.parameter))
+            self._held.pop()
         for module in self._cut.modules[self.depth : depth]:
             self._held.append([])
             for name in (name for name in module.parameters if name in now):
@@ -74,14 +75,6 @@ class Freezer:
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters(remove_duplicate=False))
-
-    def _thaw(self, depth: int) -> None:
-        """Thaw what is deeper than `depth`, also parameters that have replaced frozen ones."""
-        now = self._parameters() if self.depth > depth else {}
-        while self.depth > depth:
-            for entry in self._held[-1]:
-                entry.release(now.get(entry.name, entry.parameter))
-            self._held.pop()
 
     def _set_modes(self, submodules: Mapping[nn.Module, None]) -> None:
         """Keep these submodules in eval mode, and no others."""
