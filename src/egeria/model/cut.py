@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -46,21 +47,13 @@ class Cut:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> "Cut":
         """Return the cut that `dataclasses.asdict` made this of; raise if it is something else."""
-        modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
-        cut = cls(**_as_tuples({**entry, "modules": modules}))
-        if not len(cut.detaches) == len(modules) > cut.deepest >= 0:
-            raise ValueError("a cut whose parts do not fit together")
-        return cut
+        return msgspec.convert(entry, cls)
 
     @classmethod
     def combine(cls, cuts: "Sequence[Cut]") -> "Cut":
         """Return the cut that holds on all ranks, which have the same layer modules."""
         detaches = tuple(map(all, zip(*(cut.detaches for cut in cuts), strict=True)))
         return replace(min(cuts, key=lambda cut: cut.deepest), detaches=detaches)
-
-
-def _as_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(e) if isinstance(e, list) else e for name, e in entry.items()}
 
 
 class _Atom(NamedTuple):

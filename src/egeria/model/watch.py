@@ -103,7 +103,12 @@ class Watch:
             pass
         found = tree.tensors(output)
         if module in self._names and output is not None:  # it is None if the call raised
-            self._note_piece(self._names[module], module, found)
+            name = self._names[module]
+            self._given += [(name, weakref.ref(tensor)) for tensor in found]
+            self._pass.pop(name, None)
+            self._pass[name] = None
+            self.rows[name] += _count_rows(module, found)
+            self.nodes[name] += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
         if self._stack:
             return
         for tensor in [tensor for tensor in found if tensor.grad_fn is not None]:
@@ -124,13 +129,6 @@ class Watch:
 
     def _note_backward(self, _: Tensor, *, notes: dict[int, set[Any]], entry: Any) -> None:
         notes[_current_backward()].add(entry)
-
-    def _note_piece(self, name: str, module: nn.Module, found: list[Tensor]) -> None:
-        self._given += [(name, weakref.ref(tensor)) for tensor in found]
-        self._pass.pop(name, None)
-        self._pass[name] = None
-        self.rows[name] += _count_rows(module, found)
-        self.nodes[name] += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
 
     def _end_pass(self) -> None:
         """Insert what is new in a pass into the order, in front of what followed it."""
