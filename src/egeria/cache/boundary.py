@@ -221,12 +221,11 @@ class Boundary:
 
         def answer(name: str, *_: Any, **__: Any) -> Any:
             calls[name] += 1
-            is_tap = name == self.tap
 
             def fill(blank: Tensor) -> Tensor:
                 # A copy, since the model may write into it.
-                is_value = is_tap and left and blank.is_floating_point() and blank.dim() > 1
-                return left.pop() if is_value else blank.clone()
+                is_activation = blank.is_floating_point() and blank.dim() > 1
+                return left.pop() if name == self.tap and left and is_activation else blank.clone()
 
             return tree.map_tensors(fill, kind.blanks[name])
 

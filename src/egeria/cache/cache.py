@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from egeria.cache.boundary import Boundary
-from egeria.cache.generation import Generation
+from egeria.cache.generation import Call, Generation
 from egeria.cache.rows import FileStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
@@ -95,9 +95,7 @@ class Cache:
         if self.settings.enabled is True:
             self.recorder.decline(WHAT, reason)
 
-    def forward(
-        self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a pass of the user's: without the front, or by the model's own forward, `call`."""
         generation, found = self._generation, None
         is_training = self.model.training and torch.is_grad_enabled() and not is_own_pass()

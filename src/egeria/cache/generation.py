@@ -201,8 +201,7 @@ class Generation:
         assert self._layout is not None
         rows = self.store.read(found.keys)
         if self.store.damaged:
-            what = "serving stored rows that are damaged"
-            self.recorder.decline(what, "they are computed again")
+            self.recorder.decline("serving stored rows that are damaged", "they are computed again")
         whole = [row for row in rows if row is not None]
         found.known = [index for index, row in enumerate(rows) if row is not None]
         if len(whole) < len(rows):

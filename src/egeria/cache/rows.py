@@ -41,10 +41,9 @@ def true_lengths(batch: Batch) -> list[int] | None:
     None unless that is a mask [B, T] of zeros and ones, padded on the right, with at least one true
     element in each row: only then can rows be cut.
     """
-    mask = batch.kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.is_floating_point():
-        return None
-    if mask.dim() != 2 or not mask.numel():
+    mask: Any = batch.kwargs.get("attention_mask")
+    is_mask = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.dim() == 2
+    if not (is_mask and mask.numel()):
         return None
     lengths = (mask != 0).sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]

@@ -48,7 +48,7 @@ class Freezer:
         self.is_whole = False
         if self._boundary is not None:
             self._boundary.close()
-        now = self._parameters()
+        now = dict(self._model.named_parameters(remove_duplicate=False))
         while self.depth > kept:
             for entry in self._held[-1]:  # and what has replaced it
                 entry.release(now.get(entry.name, entry.parameter))
@@ -69,11 +69,9 @@ class Freezer:
 
         torch counts writes, except those through `data`. A write of the same values is no change.
         """
-        now, held = self._parameters(), [entry for part in self._held for entry in part]
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        held = (entry for part in self._held for entry in part)
         return [e.name for e in held if now.get(e.name) is not e.parameter or e.has_moved()]
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters(remove_duplicate=False))
 
     def _set_modes(self, submodules: list[nn.Module]) -> None:
         """Keep these submodules in eval mode, and no others."""

@@ -26,9 +26,6 @@ class Hook(partial[Any]):
     def __new__(cls, owner: Any, function: Callable[..., Any]) -> "Hook":  # noqa: D102
         return super().__new__(cls, function, owner)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nullcontext().__exit__
-
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
 
