@@ -273,8 +273,8 @@ class _Graph:
         # The outputs that must keep a gradient: in each backward pass those with a gradient that no
         # other one is computed from, as logits are computed from keys and values. If none has a
         # gradient, the outputs that no other one is computed from.
-        found = {output for outputs in watch.reached.values() for output in sinks(outputs)}
-        self._outputs = list(found) or sinks(watch.outputs)
+        found = [output for outputs in watch.reached.values() for output in sinks(outputs)]
+        self._outputs = set(found or sinks(watch.outputs))
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._trains = {name for parameter, name in names.items() if parameter.requires_grad}
         self._trains.update(*(module.parameters for module in modules))

@@ -50,7 +50,7 @@ class Freezer:
             self._boundary.close()
         now = dict(self._model.named_parameters(remove_duplicate=False))
         while self.depth > kept:
-            for entry in self._held[-1]:  # and what has replaced it
+            for entry in self._held[-1]:  # and the parameter that has replaced it in the model
                 entry.release(now.get(entry.name, entry.parameter))
             self._held.pop()
         for module in self._cut.modules[self.depth : depth]:

@@ -36,11 +36,9 @@ class Watch:
         self.nodes = defaultdict[str, list[Node]](list)  # of the outputs of a piece
         self.rows = Counter[str]()  # vectors that the weights of a piece were multiplied with
         self.outputs: list[Node] = []  # of the outermost calls
-        # By backward pass: the outputs it began at or reached, the parameters whose gradient was
-        # computed, and those that it was added to.
-        self.reached = defaultdict[int, set[Node]](set)
-        self.passes = defaultdict[int, set[str]](set)
-        self._added = defaultdict[int, set[str]](set)
+        self.reached = defaultdict[int, set[Node]](set)  # outputs by backward pass
+        self.passes = defaultdict[int, set[str]](set)  # parameters by backward pass
+        self._added = defaultdict[int, set[str]](set)  # those of them whose `grad` was written
         self.read: set[str] = set()  # pieces whose output gradient the loop reads
         self.num_calls = 0  # calls of the model: one for each micro-batch
         self.failure = ""  # of a hook; then nothing more is noted, and no cut can be made
