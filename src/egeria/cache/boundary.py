@@ -61,21 +61,24 @@ class Record:
         if self.refusal or self.calls[name] > 1:
             return
         try:
-            found, num_leaves = tree.first_activation(output), len(list(tree.leaves(output)))
-            if tree.requires_grad(output):
-                why = "something in front of it is in training"
-                self.refusal = f"what {name} gives needs a gradient: {why}"
-            elif num_leaves != len(tree.tensors(output)):
-                self.refusal = (
-                    f"{name} gives an object of its own with tensors inside, which cannot be "
-                    "stored; return tensors, tuples or dictionaries"
-                )
+            require(
+                not tree.requires_grad(output),
+                f"what {name} gives needs a gradient: something in front of it is in training",
+            )
+            require(
+                len(list(tree.leaves(output))) == len(tree.tensors(output)),
+                f"{name} gives an object of its own with tensors inside, which cannot be stored; "
+                "return tensors, tuples or dictionaries",
+            )
             self.blanks[name] = tree.map_tensors(_blank, output)
+            found = tree.first_activation(output)
             if name == self._tap and found is not None:
                 self.autocast = Autocast.current(found.device.type)
                 self.value = found.detach().clone()
+        except UncacheableError as error:
+            self.refusal = str(error)
         except Exception as error:
-            self.refusal = self.refusal or f"what {name} gives cannot be kept ({error})"
+            self.refusal = f"what {name} gives cannot be kept ({error})"
 
     def await_backward(self, output: Any, batch: Batch) -> None:
         """Note when the backward pass of an output begins, and whether it reads padding."""

@@ -39,9 +39,8 @@ def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
     _check_rows(boundary, batch, value, limit)
     layouts = [Layout(limit=limit)]
     if _can_cut(boundary, batch, value, limit):  # then that is better
-        entries = [(name, entry) for name, entry in batch.contents if isinstance(entry, Tensor)]
-        names = frozenset(name for name, entry in entries if is_cut(entry, batch))
-        layouts.insert(0, Layout(limit=limit, cut_names=names))
+        names = (name for name, e in batch.contents if isinstance(e, Tensor) and is_cut(e, batch))
+        layouts.insert(0, Layout(limit=limit, cut_names=frozenset(names)))
     for layout in layouts:
         given = layout.join(layout.split(value, lengths), kind, value.device)
         assert given is not None  # the rows are of this very batch

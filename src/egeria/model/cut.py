@@ -293,7 +293,13 @@ class _Graph:
 
     def limit_of_outputs(self) -> tuple[int, str]:
         """Return the depth beyond which an output would have no gradient, and why."""
-        marks, lasts = [self._mark(module) for module in self._modules], set[int]()
+        marks, lasts = list[set[Node]](), set[int]()
+        for module in self._modules:  # the nodes of its trainable parts
+            own = set(module.parameters)
+            parts = [name for name in module.submodules if self._held[name] & own]
+            loose = own.difference(*(self._held[name] for name in parts))
+            called = {node for name in parts for node in self._nodes[name]}
+            marks.append(called | {node for node, name in self._leaves.items() if name in loose})
         for output in self._outputs:
             nodes = reach([output])
             lasts.update([i for i, mark in enumerate(marks) if mark & nodes][-1:])
@@ -318,14 +324,6 @@ class _Graph:
             for name in self._watch.read.intersection(module.submodules):
                 reason = "is read (retain_grad, a hook), which fails if nothing requires it"
                 yield index, f"the gradient of the output of {name} {reason}"
-
-    def _mark(self, module: LayerModule) -> set[Node]:
-        """Return the nodes of the trainable parts of a layer module."""
-        own = set(module.parameters)
-        parts = [name for name in module.submodules if self._held[name] & own]
-        loose = own.difference(*(self._held[name] for name in parts))
-        called = {node for name in parts for node in self._nodes[name]}
-        return called | {node for node, name in self._leaves.items() if name in loose}
 
     def may_detach(self, depth: int) -> bool:
         """Return whether the output of the first `depth` layer modules may be detached.

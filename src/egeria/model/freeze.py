@@ -83,8 +83,7 @@ class Freezer:
 
     def _find_unused(self, depth: int) -> list[nn.Module]:
         """Return the submodules of frozen layer modules that no active layer uses."""
-        names = [module.submodules for module in self._cut.modules]
-        roots = [[self._model.get_submodule(name) for name in own] for own in names]
+        roots = [[self._model.get_submodule(n) for n in m.submodules] for m in self._cut.modules]
         front = [part for own in roots[:depth] for part in own]
         later = {part for own in roots[depth:] for root in own for part in root.modules()}
         elsewhere = {part for _, part in self._model.named_modules(memo=set(front))}

@@ -48,9 +48,9 @@ def sweep(model: nn.Module, owner: Any) -> None:
 
 def remove(table: dict[int, Any], owner: Any) -> None:
     """Remove the hooks of an owner from a table."""
-    ours = [(key, hook) for key, hook in table.items() if isinstance(hook, Hook)]
-    for key in [key for key, hook in ours if hook.args[0] is owner]:
-        table.pop(key, None)
+    for key, hook in list(table.items()):
+        if isinstance(hook, Hook) and hook.args[0] is owner:
+            table.pop(key, None)
 
 
 def copies_of_computed(model: nn.Module) -> dict[int, Any]:
