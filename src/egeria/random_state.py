@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,10 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 @contextmanager
 def kept_random_state(model: nn.Module) -> Iterator[None]:
     """Restore all random states after the block, on the CPU and the model's devices."""
-    restores = restoring_all(model)
-    try:
+    with ExitStack() as restores:
+        for restore in restoring_all(model):
+            restores.callback(restore)
         yield
-    finally:
-        for restore in restores:
-            restore()
 
 
 def random_states() -> tuple[Any, ...]:

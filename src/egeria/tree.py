@@ -23,16 +23,11 @@ _DEEPEST = 12
 
 def leaves(tree: Tree) -> Iterator[Tensor]:
     """Yield every tensor of the tree, depth first, in the order of the containers."""
-    return (tensor for _, tensor in named_leaves(tree))
-
-
-def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield what `leaves` does, each after its path, such as ".args.0", behind `name`."""
     if isinstance(tree, Tensor):
-        yield name, tree
+        yield tree
     elif isinstance(tree, (Mapping, tuple, list)):
-        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from named_leaves(value, f"{name}.{key}")
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from leaves(value)
 
 
 def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -52,12 +52,33 @@ class Record:
         self.saw_backward = False
         self.reads_padding = False  # whether the loss depends on the output at padding
 
-    def note(self, name: str, output: Any) -> None:
-        """Note what a root gave in a pass of the user's, which must go on."""
+    def note(self, *given: Any, name: str) -> None:
+        """Note what a root gave, the last argument, in a pass of the user's, which must go on."""
+        output = given[-1]
+        self.calls[name] += 1
+        if torch._C._current_graph_task_id() != -1:
+            self.refusal = RECOMPUTED.format(name=name)
+        if self.refusal or self.calls[name] > 1:
+            return
         try:
-            self._note(name, output)
+            require(
+                not tree.requires_grad(output),
+                f"what {name} gives needs a gradient: something in front of it is in training",
+            )
+            require(
+                len(list(tree.leaves(output))) == len(tree.tensors(output)),
+                f"{name} gives an object of its own with tensors inside, which cannot be stored; "
+                "return tensors, tuples or dictionaries",
+            )
+            self.blanks[name] = tree.map_tensors(_blank, output)
+            found = tree.first_activation(output)
+            if name == self._tap and found is not None:
+                self.autocast = Autocast.current(found.device.type)
+                self.value = found.detach().clone()
+        except UncacheableError as error:
+            self.refusal = str(error)
         except Exception as error:
-            self.refusal = self.refusal or f"what {name} gives cannot be kept ({error})"
+            self.refusal = f"what {name} gives cannot be kept ({error})"
 
     def await_backward(self, output: Any, batch: Batch) -> None:
         """Note when the backward pass of an output begins, and whether it reads padding."""
@@ -65,19 +86,6 @@ class Record:
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._note_backward)
-
-    def _note(self, name: str, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            self.refusal = RECOMPUTED.format(name=name)
-            return
-        self.calls[name] += 1
-        if self.calls[name] > 1:
-            return
-        self.refusal = self.refusal or _refusal(name, output)
-        self.blanks[name] = tree.map_tensors(_blank, output)
-        found = tree.first_activation(output)
-        if name == self._tap and found is not None:
-            self.autocast, self.value = Autocast.current(found.device.type), found.detach().clone()
 
     def _note_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self.saw_backward = True
@@ -175,12 +183,8 @@ class Boundary:
     def record(self) -> Record:
         """Return a record of all that the roots give from now on, up to `close`."""
         record = Record(self.tap)
-
-        def note(*given: Any, name: str) -> None:
-            record.note(name, given[-1])  # what the root gave
-
         for name, root in self.roots.items():
-            root.register_forward_hook(Hook(self, partial(note, name=name)))
+            root.register_forward_hook(Hook(self, partial(record.note, name=name)))
         return record
 
     def close(self) -> None:
@@ -220,12 +224,11 @@ class Boundary:
 
         def answer(name: str, *_: Any, **__: Any) -> Any:
             calls[name] += 1
-            is_tap = name == self.tap
 
             def fill(blank: Tensor) -> Tensor:
                 # A copy, since the model may write into it.
-                is_value = is_tap and left and blank.is_floating_point() and blank.dim() > 1
-                return left.pop() if is_value else blank.clone()
+                is_activation = blank.is_floating_point() and blank.dim() > 1
+                return left.pop() if name == self.tap and left and is_activation else blank.clone()
 
             return tree.map_tensors(fill, kind.blanks[name])
 
@@ -263,18 +266,6 @@ def has_nan(output: Any) -> bool:
     """Return whether there is a NaN in an output, also within objects."""
     found = (entry for entry in tree.tensors(output) if entry.is_floating_point())
     return any(bool(entry.detach().sum().isnan()) for entry in found)
-
-
-def _refusal(name: str, output: Any) -> str:
-    """Return why the output of a root cannot be stored, or an empty string."""
-    if tree.requires_grad(output):
-        return f"what {name} gives needs a gradient: something in front of it is in training"
-    if len(list(tree.leaves(output))) != len(tree.tensors(output)):
-        return (
-            f"{name} gives an object of its own with tensors inside, which cannot be stored; "
-            "return tensors, tuples or dictionaries"
-        )
-    return ""
 
 
 def _blank(tensor: Tensor) -> Tensor:

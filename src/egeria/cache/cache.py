@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from egeria.cache.boundary import Boundary
-from egeria.cache.generation import Generation
-from egeria.cache.rows import FileStore, MemoryStore, Store, free_memory_bytes
+from egeria.cache.generation import Call, Generation
+from egeria.cache.rows import FileStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError, brief
 from egeria.events import CacheDecided
 from egeria.journal import Recorder, run_directory
 from egeria.model.cut import LayerModule
-from egeria.model.passes import Batch
+from egeria.model.passes import Batch, is_own_pass
 
 WHAT = "skipping the frozen forward pass"
 LEAST_EPOCHS = 1.2  # for which the front must stay frozen: the first one fills the store
@@ -43,7 +43,6 @@ class Cache:
     num_local: int  # ranks on this host, which share its memory
     _generation: Generation | None = None
     _number: int = 0  # of the generation
-    _is_own_pass: bool = False
 
     def __post_init__(self) -> None:
         if self.settings.directory is not None:  # at attach: the program may change its folder
@@ -96,12 +95,10 @@ class Cache:
         if self.settings.enabled is True:
             self.recorder.decline(WHAT, reason)
 
-    def forward(
-        self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a pass of the user's: without the front, or by the model's own forward, `call`."""
         generation, found = self._generation, None
-        is_training = self.model.training and torch.is_grad_enabled() and not self._is_own_pass
+        is_training = self.model.training and torch.is_grad_enabled() and not is_own_pass()
         if generation is None or not is_training or torch.compiler.is_compiling():
             return call()
         with self._guard(generation):
@@ -113,7 +110,7 @@ class Cache:
     @contextmanager
     def _guard(self, generation: Generation) -> Iterator[None]:
         """Count the seconds of the block as overhead; an error in it ends the use of the cache."""
-        begin, begin_cpu, self._is_own_pass = time.perf_counter(), time.process_time(), True
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         try:
             yield
         except Exception as error:
@@ -124,13 +121,12 @@ class Cache:
                     reason = f"it failed ({brief(error)})"
                 self.refuse(generation.boundary.name, reason)
         finally:
-            self._is_own_pass = False
             self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _make_store(self) -> Store:
         if not self.settings.is_on_disk:
             share = self.settings.memory_share / self.num_local
-            return MemoryStore(int(free_memory_bytes() * share))
+            return Store(int(free_memory_bytes() * share))
         if self.directory is None:
             raise UncacheableError("there is no directory for a file")
         return FileStore(self.directory, self.settings.limit_bytes)

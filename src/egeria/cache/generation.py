@@ -105,8 +105,11 @@ class Generation:
             return Found(batch=batch)
         unreadable = tree.unreadable({"args": batch.args, "kwargs": batch.kwargs})
         require(not unreadable, f"the contents of {unreadable[1:]} cannot be read")
-        versions, (keys, lengths) = self.boundary.check(), self._keys(batch)
-        if versions is None or keys is None:
+        assert self._layout is not None
+        cut_names, versions = self._layout.cut_names, self.boundary.check()
+        lengths = true_lengths(batch) if cut_names else None
+        keys = row_keys(batch, lengths, cut_names)
+        if versions is None or keys is None or (cut_names and lengths is None):
             return None
         if versions != self._versions:
             self._versions, self._until_check = versions, 0
@@ -193,20 +196,12 @@ class Generation:
         self._versions = self.boundary.check()
         return True
 
-    def _keys(self, batch: Batch) -> tuple[list[bytes] | None, list[int] | None]:
-        """Return the keys of the rows of a batch, and their lengths if they are cut."""
-        if self._layout is None or not (cut_names := self._layout.cut_names):
-            return row_keys(batch), None
-        lengths = true_lengths(batch)
-        return None if lengths is None else row_keys(batch, lengths, cut_names), lengths
-
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:
         """Return what crosses for a batch that is stored; None if a row does not fit."""
         assert self._layout is not None
         rows = self.store.read(found.keys)
         if self.store.damaged:
-            what = "serving stored rows that are damaged"
-            self.recorder.decline(what, "they are computed again")
+            self.recorder.decline("serving stored rows that are damaged", "they are computed again")
         whole = [row for row in rows if row is not None]
         found.known = [index for index, row in enumerate(rows) if row is not None]
         if len(whole) < len(rows):

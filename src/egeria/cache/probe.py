@@ -1,7 +1,7 @@
 """The proof of a boundary: passes of our own that show that the front can be skipped."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,17 +35,21 @@ def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
     except Exception as error:
         raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
     kind, value = boundary.learn(batch, record)
-    lengths, differing = true_lengths(batch), ""
-    for layout in _find_layouts(boundary, batch, value, _tolerance(record)):
+    limit, lengths, differing = _tolerance(record), true_lengths(batch), ""
+    _check_rows(boundary, batch, value, limit)
+    layouts = [Layout(limit=limit)]
+    if _can_cut(boundary, batch, value, limit):  # then that is better
+        names = (name for name, e in batch.contents if isinstance(e, Tensor) and is_cut(e, batch))
+        layouts.insert(0, Layout(limit=limit, cut_names=frozenset(names)))
+    for layout in layouts:
         given = layout.join(layout.split(value, lengths), kind, value.device)
-        if given is None:
-            raise UncacheableError(f"what {boundary.tap} gives cannot be put together again")
+        assert given is not None  # the rows are of this very batch
         kept = true_positions(batch) if layout.cut_names and ignores_padding else None
         try:
             with undisturbed(model, as_training=True), boundary.replaying(kind, given):
                 outcomes = _run(model, batch), computed
             own, wanted = (_without_padding(outcome, kept) for outcome in outcomes)
-            differing = first_difference(own, wanted, layout.limit)
+            differing = first_difference(own, wanted, limit)
         except Exception as error:
             differing = f"the pass fails ({brief(error)}), and nothing"
         if not differing:
@@ -80,18 +84,6 @@ def _run_front(boundary: Boundary, batch: Batch) -> Tensor:
     with undisturbed(boundary.model, as_training=True):
         seed_random_state(boundary.model, 1)
         return captures(boundary.model, [boundary.tap], batch)[boundary.tap]
-
-
-def _find_layouts(
-    boundary: Boundary, batch: Batch, value: Tensor, limit: float
-) -> Iterator[Layout]:
-    """Yield how what crosses may be divided into samples, best first."""
-    _check_rows(boundary, batch, value, limit)
-    if _can_cut(boundary, batch, value, limit):
-        rows = [(name, e) for name, e in batch.contents if isinstance(e, Tensor)]
-        names = frozenset(name for name, entry in rows if is_cut(entry, batch))
-        yield Layout(limit=limit, cut_names=names)
-    yield Layout(limit=limit)
 
 
 def _check_rows(boundary: Boundary, batch: Batch, value: Tensor, limit: float) -> None:

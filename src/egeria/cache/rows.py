@@ -4,9 +4,9 @@ The key of a row is a digest of all that the model gets for one sample, without 
 """
 
 import hashlib
-import math
 import os
 import tempfile
+import weakref
 import zlib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -41,10 +41,9 @@ def true_lengths(batch: Batch) -> list[int] | None:
     None unless that is a mask [B, T] of zeros and ones, padded on the right, with at least one true
     element in each row: only then can rows be cut.
     """
-    mask = batch.kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.is_floating_point():
-        return None
-    if mask.dim() != 2 or not mask.numel():
+    mask: Any = batch.kwargs.get("attention_mask")
+    is_mask = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.dim() == 2
+    if not (is_mask and mask.numel()):
         return None
     lengths = (mask != 0).sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
@@ -143,12 +142,12 @@ def _bytes(tensor: Tensor) -> Any:
     return _plain(tensor).cpu().reshape(-1).view(torch.uint8).numpy()
 
 
-class MemoryStore:
+class Store:
     """Rows in the memory of this process, of at most `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._rows: dict[bytes, Tensor] = {}
+        self._rows: dict[bytes, Any] = {}  # the rows, or where they are
         self.size_bytes, self.is_full, self.error, self.damaged = 0, False, "", 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -163,15 +162,15 @@ class MemoryStore:
             self.size_bytes += num_bytes
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
-        """Return rows; None for one that is missing."""
+        """Return rows; None for one that is missing or damaged."""
         return [self._rows.get(key) for key in keys]
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory, or the file; can be called again."""
         self._rows, self.is_full = {}, True
 
 
-class FileStore:
+class FileStore(Store):
     """Rows in one file of this process, one after the other; checksums tell damaged ones.
 
     The file has no name, so that it is gone with the process, however that ends. It may take
@@ -185,65 +184,55 @@ class FileStore:
         directory.mkdir(parents=True, exist_ok=True)
         system = os.statvfs(directory)
         free_bytes = int(system.f_bavail * system.f_frsize * DISK_SHARE)
-        self._limit_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+        super().__init__(free_bytes if limit_bytes is None else min(limit_bytes, free_bytes))
         self._file, name = tempfile.mkstemp(prefix="egeria-activations-", dir=directory)
+        # Once: another file may get its number.
+        self._close_file = weakref.finalize(self, os.close, self._file)
         Path(name).unlink()
-        self._places: dict[bytes, tuple[int, torch.Size, torch.dtype, int]] = {}
-        self.size_bytes, self.is_full, self.error, self.damaged = 0, False, "", 0
-        self._is_open = True
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._places
 
     def write(self, keys: Sequence[bytes], rows: Sequence[Tensor]) -> None:
         """Append rows; if they do not fit, the store is full."""
-        parts = [_bytes(row) for row in rows]
-        num_bytes = sum(part.nbytes for part in parts)
-        data, offset = np.concatenate(parts), self.size_bytes
-        self.is_full = self.is_full or offset + num_bytes > self._limit_bytes
+        parts, offset = [_bytes(row) for row in rows], self.size_bytes
+        data = np.concatenate(parts)
+        self.is_full = self.is_full or offset + data.nbytes > self._limit_bytes
         if self.is_full:
             return
         try:
-            os.posix_fallocate(self._file, offset, num_bytes)
+            os.posix_fallocate(self._file, offset, data.nbytes)
             os.pwrite(self._file, data.data, offset)
         except OSError as error:
             self.is_full, self.error = True, str(error)
             return
         for key, row, part in zip(keys, rows, parts, strict=True):
-            self._places[key] = (offset, row.shape, row.dtype, zlib.crc32(part.data))
+            checksum = zlib.crc32(part.data)
+            self._rows[key] = offset, part.nbytes, row.shape, row.dtype, checksum
             offset += part.nbytes
         self.size_bytes = offset
 
     def read(self, keys: Sequence[bytes]) -> list[Tensor | None]:
         """Return rows; None for one that is missing or damaged."""
         # The system reads all of them at once, while the first ones are copied.
-        for offset, shape, dtype, _ in [self._places[key] for key in keys if key in self._places]:
-            size_bytes = math.prod(shape) * dtype.itemsize
-            os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_WILLNEED)
+        for offset, num_bytes, *_ in [self._rows[key] for key in keys if key in self._rows]:
+            os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_WILLNEED)
         return [self._read(key) for key in keys]
 
     def close(self) -> None:
         """Free the file."""
-        if self._is_open:
-            self._is_open, self.is_full = False, True  # another file may get its number
-            os.close(self._file)
-        self._places = {}
+        super().close()
+        self._close_file()
 
     def _read(self, key: bytes) -> Tensor | None:
-        if key not in self._places:
+        if key not in self._rows:
             return None
-        offset, shape, dtype, checksum = self._places[key]
-        memory: Any = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        offset, num_bytes, shape, dtype, checksum = self._rows[key]
+        memory: Any = np.empty(num_bytes, dtype=np.uint8)
         with suppress(OSError):
-            is_whole = os.preadv(self._file, [memory.data], offset) == memory.nbytes
+            is_whole = os.preadv(self._file, [memory.data], offset) == num_bytes
             if is_whole and zlib.crc32(memory.data) == checksum:
                 return torch.from_numpy(memory).view(dtype).reshape(shape)
-        del self._places[key]
+        del self._rows[key]
         self.damaged += 1
         return None
-
-
-Store = MemoryStore | FileStore
 
 
 def free_memory_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:

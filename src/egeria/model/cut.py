@@ -1,13 +1,12 @@
 """Cuts a model into layer modules, once, by what its first passes showed (paper §4.2.1)."""
 
 import re
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -47,21 +46,13 @@ class Cut:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> "Cut":
         """Return the cut that `dataclasses.asdict` made this of; raise if it is something else."""
-        modules = tuple(LayerModule(**_as_tuples(module)) for module in entry["modules"])
-        cut = cls(**_as_tuples({**entry, "modules": modules}))
-        if not len(cut.detaches) == len(modules) > cut.deepest >= 0:
-            raise ValueError("a cut whose parts do not fit together")
-        return cut
+        return msgspec.convert(entry, cls)
 
     @classmethod
     def combine(cls, cuts: "Sequence[Cut]") -> "Cut":
         """Return the cut that holds on all ranks, which have the same layer modules."""
         detaches = tuple(map(all, zip(*(cut.detaches for cut in cuts), strict=True)))
         return replace(min(cuts, key=lambda cut: cut.deepest), detaches=detaches)
-
-
-def _as_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(e) if isinstance(e, list) else e for name, e in entry.items()}
 
 
 class _Atom(NamedTuple):
@@ -112,7 +103,11 @@ def make_modules(
     frozen = {name for name in seen if not (keep and re.search(keep, name))}
     work, names = [_count_work(piece, watch) for piece in line], [atom.core.name for atom in atoms]
     stops = [0, *(atoms[group.stop - 1].stop for group in groups)]
-    owned = _divide(model, places, stops)
+    named = [(name, entry) for name, entry in model.named_parameters() if name in places]
+    owned = [
+        {name: entry.numel() for name, entry in named if start <= places[name] < stop}
+        for start, stop in pairwise(stops)
+    ]
     return tuple(
         LayerModule(
             name=name_group(names, group),
@@ -127,15 +122,12 @@ def make_modules(
     )
 
 
-# For a `modules.target_share` of None. Plasticity is evaluated one layer module after the other, so
-# few are better; a plan for a pretrained model freezes many, each at its own time.
-COARSE_SHARE, FINE_SHARE = 0.2, 0.1
-
-
 def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict[str, Any]:
     """Return the arguments of `make_modules` for settings of `[modules]`."""
     is_fine = settings["target_share"] is None and is_pretrained
-    share = settings["target_share"] or (FINE_SHARE if is_fine else COARSE_SHARE)
+    # Plasticity is evaluated one layer module after the other, so few are better; a plan for a
+    # pretrained model freezes many, each at its own time.
+    share = settings["target_share"] or (0.1 if is_fine else 0.2)
     return {**settings, "target_share": share, "tables_apart": is_fine}
 
 
@@ -257,17 +249,6 @@ def _count_work(piece: Piece, watch: Watch | None) -> int:
     return size * (1 if watch is None else watch.rows[piece.name])
 
 
-def _divide(
-    model: nn.Module, places: Mapping[str, int], stops: Sequence[int]
-) -> list[dict[str, int]]:
-    """Return for each group of pieces the elements of its parameters, by their names."""
-    owned: list[dict[str, int]] = [{} for _ in stops[1:]]
-    for name, parameter in model.named_parameters():
-        if name in places:
-            owned[bisect_right(stops, places[name]) - 1][name] = parameter.numel()
-    return owned
-
-
 def read_graph(
     model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Collection[Tensor] = ()
 ) -> Cut:
@@ -276,7 +257,7 @@ def read_graph(
     `trained` is all that the optimizers train, also tensors that are not in the model.
     """
     graph = _Graph(model, modules, watch, trained)
-    limits = [(len(modules) - 1, ""), *graph.limits_of_outputs(), *graph.limits_of_the_loop()]
+    limits = [(len(modules) - 1, ""), graph.limit_of_outputs(), *graph.limits_of_the_loop()]
     deepest, reason = min(limits, key=lambda limit: limit[0])
     detaches = tuple(graph.may_detach(depth) for depth in range(len(modules)))
     return Cut(modules=tuple(modules), detaches=detaches, deepest=deepest, reason=reason)
@@ -289,7 +270,11 @@ class _Graph:
         self, model: nn.Module, modules: Sequence[LayerModule], watch: Watch, trained: Any
     ) -> None:
         self._modules, self._watch, self._nodes = modules, watch, watch.nodes
-        self._outputs = _outputs_that_count(watch)
+        # The outputs that must keep a gradient: in each backward pass those with a gradient that no
+        # other one is computed from, as logits are computed from keys and values. If none has a
+        # gradient, the outputs that no other one is computed from.
+        found = [output for outputs in watch.reached.values() for output in sinks(outputs)]
+        self._outputs = set(found or sinks(watch.outputs))
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._trains = {name for parameter, name in names.items() if parameter.requires_grad}
         self._trains.update(*(module.parameters for module in modules))
@@ -306,16 +291,22 @@ class _Graph:
         self._inputs = {n for n, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
         self._outside = {n for n, leaf in leaves.items() if leaf not in names and leaf in trained}
 
-    def limits_of_outputs(self) -> Iterator[tuple[int, str]]:
-        """Yield depths beyond which an output would have no gradient, and why."""
-        marks, lasts = [self._mark(module) for module in self._modules], set[int]()
+    def limit_of_outputs(self) -> tuple[int, str]:
+        """Return the depth beyond which an output would have no gradient, and why."""
+        marks, lasts = list[set[Node]](), set[int]()
+        for module in self._modules:  # the nodes of its trainable parts
+            own = set(module.parameters)
+            parts = [name for name in module.submodules if self._held[name] & own]
+            loose = own.difference(*(self._held[name] for name in parts))
+            called = {node for name in parts for node in self._nodes[name]}
+            marks.append(called | {node for node, name in self._leaves.items() if name in loose})
         for output in self._outputs:
             nodes = reach([output])
             lasts.update([i for i, mark in enumerate(marks) if mark & nodes][-1:])
         trained = [index for index, module in enumerate(self._modules) if module.parameters]
-        for last in lasts or {max(trained, default=0)}:  # if no output is known
-            name = self._modules[last].name
-            yield last, f"an output depends on nothing after {name} that trains"
+        last = min(lasts, default=max(trained, default=0))  # if no output is known
+        name = self._modules[last].name
+        return last, f"an output depends on nothing after {name} that trains"
 
     def limits_of_the_loop(self) -> Iterator[tuple[int, str]]:
         """Yield depths beyond which something else in the loop would fail, and why."""
@@ -333,14 +324,6 @@ class _Graph:
             for name in self._watch.read.intersection(module.submodules):
                 reason = "is read (retain_grad, a hook), which fails if nothing requires it"
                 yield index, f"the gradient of the output of {name} {reason}"
-
-    def _mark(self, module: LayerModule) -> set[Node]:
-        """Return the nodes of the trainable parts of a layer module."""
-        own = set(module.parameters)
-        parts = [name for name in module.submodules if self._held[name] & own]
-        loose = own.difference(*(self._held[name] for name in parts))
-        called = {node for name in parts for node in self._nodes[name]}
-        return called | {node for node, name in self._leaves.items() if name in loose}
 
     def may_detach(self, depth: int) -> bool:
         """Return whether the output of the first `depth` layer modules may be detached.
@@ -366,18 +349,3 @@ class _Graph:
         is_free = self._outside.isdisjoint(before) and others.isdisjoint(before - edge)
         is_behind = inside <= later and sources.union(self._inputs & before).isdisjoint(around)
         return is_free and is_behind
-
-
-def _outputs_that_count(watch: Watch) -> list[Node]:
-    """Return the outputs that must keep a gradient.
-
-    These are, in each backward pass, the outputs with a gradient that no other one is computed
-    from, as logits are computed from keys and values. If none has a gradient, it is the outputs
-    that no other one is computed from.
-    """
-    passes: defaultdict[int, list[Node]] = defaultdict(list)
-    for output in dict.fromkeys(watch.outputs):
-        for task in watch.backwards.get(output, ()):
-            passes[task].append(output)
-    found = [output for outputs in passes.values() for output in sinks(outputs)]
-    return list(dict.fromkeys(found)) or sinks(watch.outputs)

@@ -1,18 +1,15 @@
 """Freezes the front of a model, and gives it back as the user expects it."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from egeria import tree
+from egeria.model.cut import Cut
 from egeria.model.group import is_under
 from egeria.model.hooks import Hook, sweep
-
-if TYPE_CHECKING:
-    from egeria.model.cut import Cut
 
 _ATTRIBUTES = ("requires_grad_", "__getstate__")
 
@@ -29,7 +26,7 @@ class Freezer:
     not seen. Without `has_hooks`, as in compiled models, nothing is detached.
     """
 
-    def __init__(self, model: nn.Module, cut: "Cut", *, has_hooks: bool = True) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, *, has_hooks: bool = True) -> None:
         self._model, self._cut, self._has_hooks = model, cut, has_hooks
         self._held: list[list[_Held]] = []
         self._modes: dict[nn.Module, _Train] = {}
@@ -51,16 +48,19 @@ class Freezer:
         self.is_whole = False
         if self._boundary is not None:
             self._boundary.close()
-        self._thaw(kept)
-        now = self._parameters()
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        while self.depth > kept:
+            for entry in self._held[-1]:  # and the parameter that has replaced it in the model
+                entry.release(now.get(entry.name, entry.parameter))
+            self._held.pop()
         for module in self._cut.modules[self.depth : depth]:
             self._held.append([])
             for name in (name for name in module.parameters if name in now):
                 self._held[-1].append(_Held(name, now[name]))
                 self._held[-1][-1].hold()
-        self._set_modes(self._find_unused(depth) if depth else {})
+        self._set_modes(self._find_unused(depth) if depth else [])
         if depth and detaches and self._has_hooks and self._cut.detaches[depth]:
-            self._boundary = self._make_boundary(depth)
+            self._boundary = _Boundary(self._model, self._cut, depth)
             self._boundary.open()
         self.is_whole = True
 
@@ -69,34 +69,21 @@ class Freezer:
 
         torch counts writes, except those through `data`. A write of the same values is no change.
         """
-        now, held = self._parameters(), [entry for part in self._held for entry in part]
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        held = (entry for part in self._held for entry in part)
         return [e.name for e in held if now.get(e.name) is not e.parameter or e.has_moved()]
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters(remove_duplicate=False))
-
-    def _thaw(self, depth: int) -> None:
-        """Thaw what is deeper than `depth`, also parameters that have replaced frozen ones."""
-        now = self._parameters() if self.depth > depth else {}
-        while self.depth > depth:
-            for entry in self._held[-1]:
-                entry.release(now.get(entry.name, entry.parameter))
-            self._held.pop()
-
-    def _set_modes(self, submodules: Mapping[nn.Module, None]) -> None:
+    def _set_modes(self, submodules: list[nn.Module]) -> None:
         """Keep these submodules in eval mode, and no others."""
-        for submodule in [part for part in self._modes if part not in submodules]:
+        for submodule in set(self._modes).difference(submodules):
             self._modes[submodule].release()
             del self._modes[submodule]
         for submodule in submodules:
-            if submodule not in self._modes:
-                self._modes[submodule] = _Train(submodule, self._model)
-            self._modes[submodule].hold()
+            self._modes.setdefault(submodule, _Train(submodule, self._model)).hold()
 
-    def _find_unused(self, depth: int) -> dict[nn.Module, None]:
+    def _find_unused(self, depth: int) -> list[nn.Module]:
         """Return the submodules of frozen layer modules that no active layer uses."""
-        names = [module.submodules for module in self._cut.modules]
-        roots = [[self._model.get_submodule(name) for name in own] for own in names]
+        roots = [[self._model.get_submodule(n) for n in m.submodules] for m in self._cut.modules]
         front = [part for own in roots[:depth] for part in own]
         later = {part for own in roots[depth:] for root in own for part in root.modules()}
         elsewhere = {part for _, part in self._model.named_modules(memo=set(front))}
@@ -111,20 +98,7 @@ class Freezer:
         is_ours = [any(entry.was_active for entry in own) for own in self._held[:depth]]
         frozen = [root for index in range(depth) if is_ours[index] for root in roots[index]]
         parts = dict.fromkeys(part for root in frozen for part in root.modules())
-        return {part: None for part in parts if not (serves(part) or _needs_mode(part))}
-
-    def _make_boundary(self, depth: int) -> "_Boundary":
-        modules, now = self._cut.modules, self._parameters()
-        pieces = [name for own in modules[:depth] for name in own.submodules]
-        used_later = {now.get(name) for own in modules[depth:] for name in own.parameters}
-
-        def is_in_front(name: str) -> bool:  # inside of a piece, or around some
-            return any(is_under(f"{name}.", piece) or is_under(piece, name) for piece in pieces)
-
-        parts = [part for name, part in self._model.named_modules() if is_in_front(name)]
-        tables = [part._parameters for part in parts]
-        places = [(t, name) for t in tables for name in t if t[name] not in used_later]
-        return _Boundary(self._model, self._model.get_submodule(modules[depth - 1].tap), places)
+        return [part for part in parts if not (serves(part) or _needs_mode(part))]
 
 
 def _needs_mode(part: nn.Module) -> bool:
@@ -236,12 +210,23 @@ class _Boundary:
 
     Otherwise a tied embedding, or an activation that requires a gradient because of checkpoints,
     would keep the whole backward pass of the front. Nothing is detached in a pass whose inputs
-    require a gradient, outside of a call of the model, and while a parameter in one of the `places`
-    (a dictionary and a key) trains: the user's own, or a replacement (`torch.func`).
+    require a gradient, outside of a call of the model, and while a parameter in front that no
+    active layer module uses trains: the user's own, or a replacement (`torch.func`).
     """
 
-    def __init__(self, model: nn.Module, tap: nn.Module, places: list[tuple[Any, str]]) -> None:
-        self._model, self._tap, self._places = model, tap, places
+    def __init__(self, model: nn.Module, cut: Cut, depth: int) -> None:
+        front, later = cut.modules[:depth], cut.modules[depth:]
+        self._model, self._tap = model, model.get_submodule(front[-1].tap)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        used_later = {now.get(name) for own in later for name in own.parameters}
+        pieces = [name for own in front for name in own.submodules]
+
+        def is_in_front(name: str) -> bool:  # inside of a piece, or around some
+            return any(is_under(f"{name}.", piece) or is_under(piece, name) for piece in pieces)
+
+        parts = [part for name, part in model.named_modules() if is_in_front(name)]
+        tables = [part._parameters for part in parts]
+        self._places = [(t, name) for t in tables for name in t if t[name] not in used_later]
         # Whether inputs require a gradient: now, and in the last call, which checkpoints repeat.
         self._is_asked = self._was_asked = True
 

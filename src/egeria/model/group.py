@@ -134,8 +134,7 @@ class _Census:
         matrices = {p for p in model.parameters() if p.ndim >= 2} - tables_in(model) - tokens
         self._weights = {module: matrices.intersection(module.parameters()) for module in modules}
         kinds = Counter(type(part) for part in modules if len(self._weights[part]) >= 2)
-        repeated = {kind for kind, count in kinds.items() if count >= 2}
-        self._repeated = repeated.difference(_PURE_CONTAINERS)
+        self._repeated = {kind for kind in kinds if kinds[kind] >= 2}.difference(_PURE_CONTAINERS)
         self._blocks = self._outermost_blocks(model, frozenset())
         held = set().union(*(self._weights[block] for block in self._blocks))
         self._blocks_dominate = bool(self._blocks) and 2 * len(held) >= len(self._weights[model])

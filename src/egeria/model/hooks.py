@@ -26,14 +26,6 @@ class Hook(partial[Any]):
     def __new__(cls, owner: Any, function: Callable[..., Any]) -> "Hook":  # noqa: D102
         return super().__new__(cls, function, owner)
 
-    @property
-    def owner(self) -> Any:
-        """The first argument of the function."""
-        return self.args[0]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nullcontext().__exit__
-
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
 
@@ -56,8 +48,9 @@ def sweep(model: nn.Module, owner: Any) -> None:
 
 def remove(table: dict[int, Any], owner: Any) -> None:
     """Remove the hooks of an owner from a table."""
-    for key in [key for key, hook in table.items() if getattr(hook, "owner", None) is owner]:
-        table.pop(key, None)
+    for key, hook in list(table.items()):
+        if isinstance(hook, Hook) and hook.args[0] is owner:
+            table.pop(key, None)
 
 
 def copies_of_computed(model: nn.Module) -> dict[int, Any]:

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -138,9 +138,8 @@ def undisturbed(model: nn.Module, *, as_training: bool = False) -> Iterator[None
             vars(module)["_forward_hooks"] = OrderedDict()
             if not as_training:
                 vars(module)["_compiled_call_impl"] = None
-        with kept_random_state(model), torch.set_grad_enabled(as_training), ExitStack() as alone:
-            if world_size() > 1:
-                alone.enter_context(_Alone())  # type: ignore[no-untyped-call]
+        alone: Any = _Alone() if world_size() > 1 else nullcontext()  # type: ignore[no-untyped-call]
+        with kept_random_state(model), torch.set_grad_enabled(as_training), alone:
             yield
     finally:
         finish(model)
@@ -183,7 +182,7 @@ def _undoing(modules: Sequence[nn.Module]) -> list[Callable[[], object]]:
         undo += [partial(restore_table, table, dict(table)) for table in (own, module._buffers)]
         undo += [restoring(value) for value in own.values() if isinstance(value, Generator)]
         plain = [entry for entry in module._parameters.values() if type(entry) is nn.Parameter]
-        undo += [partial(_restore_memory, e, e.data) for e in plain if e.layout is torch.strided]
+        undo += [partial(setattr, e, "data", e.data) for e in plain if e.layout is torch.strided]
     return undo
 
 
@@ -197,11 +196,6 @@ def _give_copies(modules: Sequence[nn.Module]) -> None:
                 table[name] = copies.setdefault(id(value), value.detach().clone())
             elif type(value) in _CONTAINERS:
                 table[name] = copies.setdefault(id(value), value.copy())
-
-
-def _restore_memory(weight: nn.Parameter, memory: Tensor) -> None:
-    if weight.data_ptr() != memory.data_ptr():
-        weight.data = memory
 
 
 def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:

@@ -30,15 +30,15 @@ class Watch:
         self._model = model
         self._names = {piece.module: piece.name for piece in pieces if piece.role != "direct"}
         self._stack: list[nn.Module] = []
-        self._added: set[tuple[int, str]] = set()
         self._given: list[tuple[str, weakref.ref[Tensor]]] = []
         self._pass: dict[str, None] = {}
         self.order: dict[str, None] = {}  # pieces that ran, in the order of their last calls
         self.nodes = defaultdict[str, list[Node]](list)  # of the outputs of a piece
         self.rows = Counter[str]()  # vectors that the weights of a piece were multiplied with
         self.outputs: list[Node] = []  # of the outermost calls
-        self.backwards = defaultdict[Node, set[int]](set)  # backward passes that reached an output
+        self.reached = defaultdict[int, set[Node]](set)  # outputs by backward pass
         self.passes = defaultdict[int, set[str]](set)  # parameters by backward pass
+        self._added = defaultdict[int, set[str]](set)  # those of them whose `grad` was written
         self.read: set[str] = set()  # pieces whose output gradient the loop reads
         self.num_calls = 0  # calls of the model: one for each micro-batch
         self.failure = ""  # of a hook; then nothing more is noted, and no cut can be made
@@ -46,8 +46,7 @@ class Watch:
     @property
     def asked(self) -> set[str]:
         """Parameters whose gradient was computed but not accumulated: by `torch.autograd.grad`."""
-        reached = {(task, name) for task, names in self.passes.items() for name in names}
-        return {name for _, name in reached - self._added}
+        return {name for task, own in self.passes.items() for name in own - self._added[task]}
 
     def open(self) -> None:
         """Register the hooks."""
@@ -58,8 +57,9 @@ class Watch:
                 module.register_forward_hook(self._hook(Watch._leave), always_call=True)
         named: Any = self._model.named_parameters()
         for name, entry in [(name, entry) for name, entry in named if entry.requires_grad]:
-            entry.register_hook(self._hook(Watch._note_gradient, name=name))
-            entry.register_post_accumulate_grad_hook(self._hook(Watch._note_added, name=name))
+            entry.register_hook(self._hook(Watch._note_backward, notes=self.passes, entry=name))
+            added = self._hook(Watch._note_backward, notes=self._added, entry=name)
+            entry.register_post_accumulate_grad_hook(added)
 
     def close(self) -> None:
         """Remove the hooks; the notes stay. Can be called again."""
@@ -101,12 +101,18 @@ class Watch:
             pass
         found = tree.tensors(output)
         if module in self._names and output is not None:  # it is None if the call raised
-            self._note_piece(self._names[module], module, found)
+            name = self._names[module]
+            self._given += [(name, weakref.ref(tensor)) for tensor in found]
+            self._pass.pop(name, None)
+            self._pass[name] = None
+            self.rows[name] += _count_rows(module, found)
+            self.nodes[name] += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
         if self._stack:
             return
         for tensor in [tensor for tensor in found if tensor.grad_fn is not None]:
             self.outputs.append(tensor.grad_fn)
-            tensor.register_hook(self._hook(Watch._note_backward, node=tensor.grad_fn))  # type: ignore[no-untyped-call]
+            hook = self._hook(Watch._note_backward, notes=self.reached, entry=tensor.grad_fn)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         self.num_calls += module is self._model
         self._find_readers()
 
@@ -119,21 +125,8 @@ class Watch:
             if tensor is not None and (tensor.retains_grad or any(own)):
                 self.read.add(name)
 
-    def _note_backward(self, _gradient: Tensor, *, node: Node) -> None:
-        self.backwards[node].add(_current_backward())
-
-    def _note_gradient(self, _gradient: Tensor, *, name: str) -> None:
-        self.passes[_current_backward()].add(name)
-
-    def _note_added(self, _parameter: Tensor, *, name: str) -> None:
-        self._added.add((_current_backward(), name))
-
-    def _note_piece(self, name: str, module: nn.Module, found: list[Tensor]) -> None:
-        self._given += [(name, weakref.ref(tensor)) for tensor in found]
-        self._pass.pop(name, None)
-        self._pass[name] = None
-        self.rows[name] += _count_rows(module, found)
-        self.nodes[name] += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+    def _note_backward(self, _: Tensor, *, notes: dict[int, set[Any]], entry: Any) -> None:
+        notes[_current_backward()].add(entry)
 
     def _end_pass(self) -> None:
         """Insert what is new in a pass into the order, in front of what followed it."""
