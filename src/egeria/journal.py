@@ -173,12 +173,15 @@ class Recorder:
         except EgeriaWarning:  # warnings are errors here; ours must still not stop the training
             logging.getLogger("egeria").warning(printable(message))
 
-    def decline(self, what: str, reason: str) -> None:
-        """Journal and say, the first time, what the library will not do, and why."""
+    def decline(self, what: str, reason: str, *, by_each: bool = False) -> None:
+        """Journal and say, the first time, what the library will not do, and why.
+
+        `by_each` says it also where another process does.
+        """
         if what not in self._declined:
             self._declined.add(what)
             self.write(Declined(step=self.step, what=what, reason=reason))
-        if not self._echoes:
+        if by_each or not self._echoes:
             self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training continues.")
 
     def fault(self, where: str, error: Exception) -> None:

@@ -182,7 +182,7 @@ def _undoing(modules: Sequence[nn.Module]) -> list[Callable[[], object]]:
         undo += [partial(restore_table, table, dict(table)) for table in (own, module._buffers)]
         undo += [restoring(value) for value in own.values() if isinstance(value, Generator)]
         plain = [entry for entry in module._parameters.values() if type(entry) is nn.Parameter]
-        undo += [partial(setattr, e, "data", e.data) for e in plain if e.layout is torch.strided]
+        undo += [partial(_restore_memory, e, e.data) for e in plain if e.layout is torch.strided]
     return undo
 
 
@@ -196,6 +196,11 @@ def _give_copies(modules: Sequence[nn.Module]) -> None:
                 table[name] = copies.setdefault(id(value), value.detach().clone())
             elif type(value) in _CONTAINERS:
                 table[name] = copies.setdefault(id(value), value.copy())
+
+
+def _restore_memory(weight: nn.Parameter, memory: Tensor) -> None:
+    if weight.data_ptr() != memory.data_ptr():
+        weight.data = memory
 
 
 def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:

@@ -1,13 +1,21 @@
-"""Experiment trackers: what each is sent, and how it takes it. None of them is imported."""
+"""What a run tells while it goes on, in the log and to trackers; none of these is imported."""
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from egeria.errors import ConfigError
-from egeria.events import PlasticityRead
+from egeria import events
+from egeria.errors import ConfigError, JournalError, brief, printable
+from egeria.events import PlasticityRead, RunStarted
+from egeria.journal import Recorder, read_journal
 from egeria.report.summary import Summary
+from egeria.report.text import plural
 
+logger = logging.getLogger("egeria")
+# Events whose steps are logged to trackers.
+LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
 Log: TypeAlias = Callable[[Mapping[str, float], int], object]
 
 
@@ -77,3 +85,82 @@ _KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., object]], ...] = (
     ("Trackio", ("log", "finish"), lambda run, _, values, step: run.log(values, step=step)),
     ("", ("__call__",), lambda function, _, values, step: function(values, step)),
 )
+
+
+class Showing:
+    """Tells the user of a run's events, in the log and trackers; only the first rank `speaks`."""
+
+    def __init__(
+        self, recorder: Recorder, started: RunStarted, trackers: list[Tracker], *, speaks: bool
+    ) -> None:
+        self._recorder, self._trackers, self._speaks = recorder, trackers, speaks
+        self._started = started  # until the journal has this event
+        self._events = list[events.Event]()
+        self._is_resumed = self._has_news = False
+        self._logged_step, self._num_modules = -1, 0
+        self._recorder.listen(self._take_in)
+
+    def summary(self) -> Summary:
+        """Return where the run stands."""
+        directory, step = self._recorder.directory, self._recorder.step
+        return Summary.from_events(self._events, directory, step=step, started=self._started)
+
+    def end_step(self) -> None:
+        """Log to the trackers what is new, and warn if the directory has another run's journal."""
+        if self._has_news:
+            self.log()
+        is_shared = self._recorder.is_shared
+        if is_shared or (self._recorder.is_used and not self._is_resumed):
+            other = "another run, which is not closed" if is_shared else "another run"
+            self._recorder.warn(
+                "a used directory",
+                f"egeria: the report shows this run alone: {self._recorder.directory} already "
+                f"holds the journal of {other}. Give each a `directory` of its own; to continue "
+                "the other, call run.load_state_dict before the first step.",
+            )
+
+    def _read_earlier(self) -> None:
+        """Have what was in the journal before count too."""
+        with suppress(JournalError):  # nothing is written
+            found = read_journal(self._recorder.directory or "")
+            if found.events[-1:] == tuple(self._events[-1:]):
+                self._events = [e for e in found if not isinstance(e, events.MetricLogged)]
+
+    def _take_in(self, event: events.Event) -> None:
+        if not isinstance(event, events.MetricLogged):  # there may be one for each step
+            self._events.append(event)
+        if isinstance(event, events.Resumed):
+            self._is_resumed = True
+            self._read_earlier()
+        self._has_news |= isinstance(event, LOGGED)
+        if not self._speaks:
+            return
+        if isinstance(event, events.RunStarted):
+            self._num_modules = len(event.modules)
+        elif isinstance(event, events.PlanMade):
+            skipped = event.skipped_share
+            skips = "" if skipped is None else f", skips {skipped:.0%} of the compute"
+            plan = f"the plan is {event.plan!r}{skips}" if event.plan else "nothing is frozen"
+            logger.info("%s: %s", plan, printable(event.reason))
+        elif isinstance(event, events.ModuleFrozen):
+            depth = f"{event.frozen} of {self._num_modules} layer modules"
+            share = f"{100 * event.parameter_share:.0f} % of the trainable parameters"
+            name = printable(event.name)
+            logger.info("step %d: froze %s (%s, %s)", event.step, name, depth, share)
+        elif isinstance(event, events.Thawed):
+            thawed = f"thawed all frozen layers ({plural(event.frozen_before, 'layer module')})"
+            logger.info("step %d: %s: %s", event.step, thawed, event.reason)
+
+    def log(self) -> None:
+        """Log the numbers of this step to the trackers, once."""
+        if (step := self._recorder.step) == self._logged_step:
+            return
+        self._logged_step, self._has_news = step, False
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(scalars(self.summary()), step)
+            except Exception as error:  # it is not called again
+                self._trackers.remove(tracker)
+                failed = f"{tracker.name} could not be logged to ({brief(error)})"
+                message = f"egeria: {failed}. Nothing more is sent to it; training continues."
+                self._recorder.warn(f"tracker {id(tracker)}", message)

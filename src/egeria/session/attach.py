@@ -2,7 +2,6 @@
 
 import gc
 import io
-import logging
 import sys
 import warnings
 import weakref
@@ -19,22 +18,19 @@ from torch.optim import Optimizer
 from egeria import events
 from egeria.config import Config
 from egeria.distributed.ranks import all_or_none, rank
-from egeria.errors import ConfigError, JournalError, StateError, brief, printable
-from egeria.journal import EgeriaWarning, Recorder, read_journal, run_directory
+from egeria.errors import ConfigError, StateError, brief, printable
+from egeria.journal import EgeriaWarning, Recorder, run_directory
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.cut import LayerModule
 from egeria.policy import Maker, Plan
 from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.text import duration, plural, progress
-from egeria.report.trackers import Tracker, find_trackers, scalars
+from egeria.report.trackers import Showing, find_trackers
 from egeria.session import checks
 from egeria.session.clock import Seconds, read_loss
 from egeria.session.session import Session
 from egeria.session.training import Training
 
-logger = logging.getLogger("egeria")
-# Events whose steps are logged to trackers.
-LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
 if TYPE_CHECKING:
     from egeria.controller.inline import Controller
 
@@ -111,7 +107,8 @@ def attach(
         is_pretrained=pretrained,
         directory=shared,
     )
-    showing = Showing(training, trackers, speaks=leads)
+    started = replace(UNKNOWN_START, config=settings.to_dict(), total_steps=total_steps)
+    showing = Showing(recorder, started, trackers, speaks=leads)
     try:
         session = Session(training)
     except BaseException:  # such as a pattern that matches no layer module
@@ -129,7 +126,7 @@ class Run:
         directory: of the journal and the report; None if nothing is written.
     """
 
-    def __init__(self, session: Session, showing: "Showing") -> None:
+    def __init__(self, session: Session, showing: Showing) -> None:
         self._session, self._showing, self._recorder = session, showing, session.recorder
         self.directory: Path | None = session.recorder.directory
         self._closed = False
@@ -291,84 +288,6 @@ def resume(run: Run, state: Any) -> bool:
         warnings.warn(text, EgeriaWarning, stacklevel=2)
         return False
     return True
-
-
-class Showing:
-    """Tells the user of a run's events, in the log and trackers; only the first rank `speaks`."""
-
-    def __init__(self, training: Training, trackers: list[Tracker], *, speaks: bool) -> None:
-        self._recorder, self._trackers, self._speaks = training.recorder, trackers, speaks
-        config, total_steps = training.config.to_dict(), training.total_steps
-        self._started = replace(UNKNOWN_START, config=config, total_steps=total_steps)
-        self._events = list[events.Event]()
-        self._is_resumed = self._has_news = False
-        self._logged_step, self._num_modules = -1, 0
-        self._recorder.listen(self._take_in)
-
-    def summary(self) -> Summary:
-        """Return where the run stands."""
-        directory, step = self._recorder.directory, self._recorder.step
-        return Summary.from_events(self._events, directory, step=step, started=self._started)
-
-    def end_step(self) -> None:
-        """Log to the trackers what is new, and warn if the directory has another run's journal."""
-        if self._has_news:
-            self.log()
-        is_shared = self._recorder.is_shared
-        if is_shared or (self._recorder.is_used and not self._is_resumed):
-            other = "another run, which is not closed" if is_shared else "another run"
-            self._recorder.warn(
-                "a used directory",
-                f"egeria: the report shows this run alone: {self._recorder.directory} already "
-                f"holds the journal of {other}. Give each a `directory` of its own; to continue "
-                "the other, call run.load_state_dict before the first step.",
-            )
-
-    def _read_earlier(self) -> None:
-        """Have what was in the journal before count too."""
-        with suppress(JournalError):  # nothing is written
-            found = read_journal(self._recorder.directory or "")
-            if found.events[-1:] == tuple(self._events[-1:]):
-                self._events = [e for e in found if not isinstance(e, events.MetricLogged)]
-
-    def _take_in(self, event: events.Event) -> None:
-        if not isinstance(event, events.MetricLogged):  # there may be one for each step
-            self._events.append(event)
-        if isinstance(event, events.Resumed):
-            self._is_resumed = True
-            self._read_earlier()
-        self._has_news |= isinstance(event, LOGGED)
-        if not self._speaks:
-            return
-        if isinstance(event, events.RunStarted):
-            self._num_modules = len(event.modules)
-        elif isinstance(event, events.PlanMade):
-            skipped = event.skipped_share
-            skips = "" if skipped is None else f", skips {skipped:.0%} of the compute"
-            plan = f"the plan is {event.plan!r}{skips}" if event.plan else "nothing is frozen"
-            logger.info("%s: %s", plan, printable(event.reason))
-        elif isinstance(event, events.ModuleFrozen):
-            depth = f"{event.frozen} of {self._num_modules} layer modules"
-            share = f"{100 * event.parameter_share:.0f} % of the trainable parameters"
-            name = printable(event.name)
-            logger.info("step %d: froze %s (%s, %s)", event.step, name, depth, share)
-        elif isinstance(event, events.Thawed):
-            thawed = f"thawed all frozen layers ({plural(event.frozen_before, 'layer module')})"
-            logger.info("step %d: %s: %s", event.step, thawed, event.reason)
-
-    def log(self) -> None:
-        """Log the numbers of this step to the trackers, once."""
-        if (step := self._recorder.step) == self._logged_step:
-            return
-        self._logged_step, self._has_news = step, False
-        for tracker in list(self._trackers):
-            try:
-                tracker.log(scalars(self.summary()), step)
-            except Exception as error:  # it is not called again
-                self._trackers.remove(tracker)
-                failed = f"{tracker.name} could not be logged to ({brief(error)})"
-                message = f"egeria: {failed}. Nothing more is sent to it; training continues."
-                self._recorder.warn(f"tracker {id(tracker)}", message)
 
 
 # By the id of the model, which its run keeps alive; some may be closed.

@@ -207,11 +207,12 @@ def check_state(state: Any) -> None:
         rows = exchange((damage, moment), "run.load_state_dict")
     except (RankError, LostError) as error:
         raise StateError(f"A run's state is loaded on all ranks; {error}.") from error
-    if damage or (damage := next((text for text, _ in rows if text), "")):
-        raise StateError(damage)
-    if any(row != rows[0] for row in rows):
+    damage = damage or next((text for text, _ in rows if text), "")
+    if not damage and any(row != rows[0] for row in rows):
         steps = ", ".join(f"{at[0]} on rank {place}" for place, (_, at) in enumerate(rows))
-        raise StateError(f"All ranks load the state of one moment, found step {steps}. {GO_ON}")
+        damage = f"All ranks load the state of one moment, found step {steps}. {GO_ON}"
+    if damage:
+        raise StateError(damage)
 
 
 def _find_damage(state: Any) -> str:

@@ -4,7 +4,7 @@ import math
 import operator
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ from egeria.cache import Cache, ShardSampler
 from egeria.distributed import fsdp2
 from egeria.distributed.ranks import world_size
 from egeria.errors import ConfigError, StateError
-from egeria.events import PlanMade, RunStarted
+from egeria.events import PlanMade, RunStarted, StageChanged
 from egeria.model.cut import Cut
 from egeria.moves import resolve
 from egeria.report.summary import backward_shares
 from egeria.session.apply import Applier
 from egeria.session.checks import length_of
 from egeria.session.clock import Clock
-from egeria.session.training import Training, facts_of
+from egeria.session.training import FreezingEndedError, Training, facts_of
 
 if TYPE_CHECKING:
     from egeria.session.evaluation import Evaluation
@@ -60,6 +60,20 @@ class Parts:
         answer = self.policy.observe(interval)
         return answer and policies.Depth(operator.index(answer.frozen), str(answer.reason))
 
+    def journal_status(
+        self, before: policies.Status, readings: Sequence[policies.Reading]
+    ) -> policies.Status:
+        """Journal what the policy concluded from readings, and a new stage; return its status."""
+        recorder, found = self.training.recorder, getattr(self.policy, "status", None)
+        status = found if isinstance(found, policies.Status) else before
+        if self.evaluation is not None:
+            for reading in readings:
+                self.evaluation.journal(reading, status)
+        if status.stage != before.stage:
+            stage, reason = status.stage, status.reason
+            recorder.write(StageChanged(step=recorder.step, stage=stage, reason=reason))
+        return status
+
     def move_cache(self, cache: Cache, clock: Clock, window: int) -> None:
         """Move the boundary of the cache to the end of the layer modules that are frozen now."""
         frozen, wants = self.cut.modules[: self.applier.depth], self.policy.wants
@@ -87,20 +101,23 @@ class Parts:
 
         return make_evaluation(self.training, self.cut, clock)
 
-    def load_state_dict(self, state: Mapping[str, Any], clock: Clock) -> None:
-        """Check the depth of a saved state, and go on with its readings of plasticity.
+    def load_state_dict(self, state: Mapping[str, Any], clock: Clock) -> str:
+        """Go on with the readings of a saved state; return why they cannot go on, or nothing.
 
-        The model is not changed. Raises StateError, and FreezingEndedError where plasticity cannot
-        be evaluated any more.
+        The model is not changed. Raises StateError where it cannot be frozen so deep.
         """
         if state["frozen"] > self.applier.deepest:
             raise StateError(
                 f"A run's state fits its own model and optimizers, found {state['frozen']} frozen "
                 f"layer modules where at most {self.applier.deepest} may be. Attach those it had."
             )
-        if state["evaluator"] is not None:
-            self.evaluation = self._make_evaluation(clock)
-            self.evaluation.load_state_dict(state["evaluator"])
+        try:
+            if state["evaluator"] is not None:
+                self.evaluation = self._make_evaluation(clock)
+                self.evaluation.load_state_dict(state["evaluator"])
+        except FreezingEndedError as error:
+            return str(error)
+        return ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""

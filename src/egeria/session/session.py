@@ -7,7 +7,7 @@ policy (`policy`) and sets the depth of its answer, or refuses it (`apply`).
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,10 +20,10 @@ from egeria import tree
 from egeria.distributed import ddp
 from egeria.distributed.ranks import LostError, RankError, together, world_size
 from egeria.errors import ConfigError, UnsupportedModelError
-from egeria.events import DepthRefused, IntervalMeasured, StageChanged
+from egeria.events import DepthRefused, IntervalMeasured
 from egeria.model.cut import Cut, LayerModule
 from egeria.model.passes import finish
-from egeria.policy import Interval, Plan, Reading, Status, first_stage
+from egeria.policy import Interval, Plan, Status, first_stage
 from egeria.random_state import accelerators_of
 from egeria.session.checks import STATE_SCHEMA
 from egeria.session.clock import CHECKED_CALLS, NO_STEP, NO_STEPS, Clock, Seconds, Steps
@@ -101,10 +101,8 @@ class Session:
             with self._guard("closing the run"):
                 pass  # the ranks compare what is frozen
             if self._is_lost:
-                raise LostError(
-                    "run.close came on some ranks only, and none may thaw alone. Call it on all "
-                    "ranks, or once more to thaw this one."
-                )
+                what = "run.close came on some ranks only, and none may thaw alone"
+                raise LostError(f"{what}. Call it on all ranks, or again to thaw this one.")
 
     def close(self) -> None:
         """Leave the model, the optimizers and the loader as they were found; can be repeated."""
@@ -234,7 +232,7 @@ class Session:
         if parts is None:  # a callback for events has closed the run
             return
         depth = self._together(lambda: parts.ask(interval))[0]
-        self._note_status(parts, interval.readings)
+        self.status = parts.journal_status(self.status, interval.readings)
         if depth is None or depth.frozen == self.frozen:
             return
         left_s = self.clock.seconds_left
@@ -246,17 +244,6 @@ class Session:
             parts.applier.apply(depth, self.status.window)
             for device in accelerators_of(self.training.model):
                 torch.cuda.reset_peak_memory_stats(device)
-
-    def _note_status(self, parts: Parts, readings: Sequence[Reading]) -> None:
-        """Journal a new stage of the policy, and what it concluded from readings."""
-        before, found = self.status, getattr(parts.policy, "status", None)
-        self.status = status = found if isinstance(found, Status) else before
-        if parts.evaluation is not None:
-            for reading in readings:
-                parts.evaluation.journal(reading, status)
-        if status.stage != before.stage:
-            changed = StageChanged(step=self.clock.step, stage=status.stage, reason=status.reason)
-            self.recorder.write(changed)
 
     def _find_due(self) -> None:
         """Find the next step at which something is to be done."""
@@ -321,11 +308,7 @@ class Session:
         if cut is not None and not (end or self._has_ended):
             wrapper = ddp.find_wrapper(self.training.given)
             parts = make_parts(self.training, cut, wrapper, epoch_steps, engine)
-            try:
-                if engine is not None:
-                    parts.load_state_dict(engine, self.clock)
-            except FreezingEndedError as error:
-                end = str(error)
+            end = parts.load_state_dict(engine, self.clock) if engine else ""
         # From here on things change.
         if end and not self._has_ended:
             self._end(end)
@@ -370,9 +353,7 @@ class Session:
             self._is_lost, self._meets = True, False
             if self.parts is not None and self.parts.evaluation is not None:
                 self.parts.evaluation.disarm()
-            what = "freezing and thawing any further"
-            self.recorder.decline(what, str(error))
-            self.recorder.warn(what, f"egeria: {what}: {error}.")  # on this rank, whichever it is
+            self.recorder.decline("freezing and thawing any further", str(error), by_each=True)
         except RankError as error:
             self._end(str(error))
         except Exception as error:
