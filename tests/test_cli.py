@@ -136,19 +136,3 @@ def test_report_prints_the_summary_and_writes_the_page(run, command):
     assert "40 steps" in output and "3 of 4 modules" in output and "accuracy" in output
     assert "report.html" in output
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!")
-
-
-def test_doctor_tries_the_directory(command, tmp_path):
-    (tmp_path / "disk[x]").mkdir()
-    status, output, errors = command("doctor", "--directory", tmp_path / "disk[x]")
-    assert status == 0 and errors == ""
-    for fact in ("quantization engines", "threads of torch", "memory", "accelerator", "GiB free"):
-        assert fact in output
-    assert torch.__version__ in output and "disk[x]" in output
-    assert list((tmp_path / "disk[x]").iterdir()) == [], "the probe is gone"
-
-
-def test_doctor_ends_with_status_1_where_it_cannot_write(command, tmp_path):
-    status, output, _ = command("doctor", "--directory", tmp_path / "missing")
-    assert status == 1 and "cannot be written" in output
-    assert "torch" in output, "the rest is shown all the same"

@@ -4,17 +4,12 @@ import argparse
 import importlib
 import inspect
 import json
-import os
-import platform
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +19,6 @@ from torch import nn
 import egeria
 from egeria.advice import advise
 from egeria.config import ModulesConfig, check
-from egeria.controller.process import choose
 from egeria.errors import ConfigError, EgeriaError, brief, printable
 from egeria.journal import check_own, replace_file
 from egeria.model.cut import LayerModule, is_mostly_trained, make_modules, settings_of_cut
@@ -41,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 something failed, 2 wrong use."""
     chosen = _parser().parse_args(arguments)
     try:
-        verbs = {"advise": _advise, "modules": _modules, "report": _report, "doctor": _doctor}
+        verbs = {"advise": _advise, "modules": _modules, "report": _report}
         return verbs[chosen.verb](chosen, Console())
     except EgeriaError as error:
         said, status = str(error), 2
@@ -68,8 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes one")
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
     verb.add_argument("directory", metavar="DIR", help="of the run")
-    verb = verbs.add_parser("doctor", help="show what this machine offers: threads, disk, torch")
-    verb.add_argument("--directory", type=Path, default=Path(), help="to try to write to")
     return parser
 
 
@@ -153,37 +145,3 @@ def _cut_table(model: torch.nn.Module, modules: tuple[LayerModule, ...]) -> Tabl
         cells = module.name, size, share, submodules, why
         table.add_row(*(escape(printable(cell)) for cell in cells))
     return table
-
-
-def _doctor(arguments: argparse.Namespace, console: Console) -> int:
-    (kind, _, why), memory = choose("auto", "auto", torch.nn.Linear(1, 1)), psutil.virtual_memory()
-    waiting, load = os.environ.get("OMP_WAIT_POLICY", "not set"), psutil.cpu_percent(interval=0.2)
-    accelerator, status = "none that torch can use", 0
-    if torch.cuda.is_available():
-        free, total = map(_gib, torch.cuda.mem_get_info())
-        accelerator = f"{torch.cuda.get_device_name()}, {free} of {total} free"
-    try:
-        with tempfile.TemporaryFile(dir=arguments.directory):
-            disk = f"{_gib(shutil.disk_usage(arguments.directory).free)} free"
-    except (OSError, ValueError) as error:
-        disk, status = f"cannot be written: {error}", 1
-    found = {
-        "python, torch": f"{platform.python_version()}, {torch.__version__}",
-        "quantization engines": ", ".join(torch.backends.quantized.supported_engines) or "none",
-        "processor": f"{psutil.cpu_count(logical=False)} cores, {load:.0f} % busy",
-        "threads of torch": f"{torch.get_num_threads()}; OMP_WAIT_POLICY {waiting}",
-        "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
-        "controller, training on the CPU": f"{kind}: {why}",
-        "accelerator": accelerator,
-        f"disk at {arguments.directory}": disk,
-    }
-    title = f"egeria {egeria.__version__} on this machine"
-    table = Table(Column(style="bold"), Column(overflow="fold"), title=title, show_header=False)
-    for name, value in found.items():
-        table.add_row(escape(printable(name)), escape(printable(value)))
-    console.print(table)
-    return status
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

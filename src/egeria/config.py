@@ -122,8 +122,8 @@ class PolicyConfig(SettingsGroup):
         where = f"where policy.name is {self.name!r}"
         is_there = self.plan is not None or self.name != "static"
         require(is_there, "policy.plan", f"{PLAN_TEXT} {where}", None)
-        is_followed = self.plan is None or self.name not in ("egeria", "none")
-        require(is_followed, "policy.plan", f"None {where}", self.plan)
+        has_own = callable(self.name) or self.name in ("egeria", "none")
+        require(self.plan is None or not has_own, "policy.plan", f"None {where}", self.plan)
 
 
 class ModulesConfig(SettingsGroup):
@@ -282,8 +282,8 @@ class Config:
                 raise OSError("it is no regular file")  # a pipe would be waited for
             return cls.from_toml(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, RuntimeError) as error:
-            what = f"{path} must be a readable TOML file: {str(error).rstrip('.')}"
-            raise ConfigError(f"{what}. Give the path of one.") from error
+            reason = str(error).rstrip(".")
+            raise ConfigError(f"{path} must be a TOML file: {reason}. Give one.") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""

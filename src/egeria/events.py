@@ -6,15 +6,7 @@ of CPU (`cpu_s`) in the training process, unless the name has `controller`.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import (
-    Any,
-    ClassVar,
-    NotRequired,
-    TypeAlias,
-    TypedDict,
-    TypeVar,
-    dataclass_transform,
-)
+from typing import Any, ClassVar, NotRequired, TypeAlias, TypedDict, TypeVar, dataclass_transform
 
 import msgspec
 

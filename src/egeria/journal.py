@@ -1,6 +1,5 @@
 """The append-only record of a run: one JSON object a line, and one warning for each refusal."""
 
-import fcntl
 import itertools
 import json
 import logging
@@ -67,7 +66,9 @@ def read_journal(directory: str | Path) -> Journal:
 
 def _read(path: Path) -> Journal:
     runs, damaged = dict[object, list[Event]](), set[int]()  # runs by their ids
-    read = json.JSONDecoder(parse_int=_whole).decode
+    # A number that floats cannot hold stays text, which fits no field for numbers.
+    whole = lambda digits: digits if len(digits) > _MOST_DIGITS else int(digits)  # noqa: E731
+    read = json.JSONDecoder(parse_int=whole).decode
     opened: object = 0  # stands for the id of a run from when there were none
     for number, line in _lines(path):
         try:
@@ -91,13 +92,6 @@ def _read(path: Path) -> Journal:
         num_damaged=len(damaged),
         first_damaged=min(damaged, default=None),
     )
-
-
-def _whole(digits: str) -> int:
-    """Return a whole number, one that floats can hold too."""
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError("a number is larger than in a journal")
-    return int(digits)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -130,8 +124,8 @@ class Recorder:
     def __init__(self, directory: Path | None, *, echoes: bool = False) -> None:
         self.directory, self.step, self._echoes = directory, 0, echoes
         self.run = secrets.token_hex(4)  # the id of this run, in each of its lines
-        self.is_used = False  # whether the journal has steps of an earlier run
-        self.is_shared = False  # whether another run writes to it at the moment
+        # Whether the journal has steps of an earlier run, and whether another writes to it now.
+        self.is_used = self.is_shared = False
         self._warned, self._declined = set[str](), set[str]()
         self._faults: Counter[str] = Counter()
         self._file: IO[bytes] | None = None
@@ -202,10 +196,7 @@ class Recorder:
             raise FileExistsError(f"{path} is no journal of egeria. Move it away")
         tail = os.pread(file, _TAIL_BYTES, max(0, found.st_size - _TAIL_BYTES))
         self.is_used = re.search(rb'"step":[1-9]', tail) is not None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # other errors: this file system has no locks
-            self.is_shared = isinstance(error, BlockingIOError)
+        self.is_shared = not _lock(file)
         if tail and not tail.endswith(b"\n"):  # the last line is torn
             self._file.write(b"\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
@@ -230,8 +221,8 @@ class Recorder:
     def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError), file:  # workers of a loader may have it open for longer
-                fcntl.flock(file, fcntl.LOCK_UN)
+            with suppress(OSError), file:
+                _lock(file.fileno(), give_back=True)  # workers of a loader may have it open
 
 
 def run_directory(given: str | Path | None) -> Path:
@@ -240,8 +231,7 @@ def run_directory(given: str | Path | None) -> Path:
     try:
         return Path(RUNS / name if given is None else given).expanduser().absolute()
     except RuntimeError as error:  # there is no such user
-        what = f"directory is a folder of this host, found {given!r}"
-        raise ConfigError(f"{what}: {error} Give another.") from error
+        raise ConfigError(f"directory is a folder, found {given!r}: {error} Give one.") from error
 
 
 def check_own(path: Path, mark: bytes) -> None:
@@ -253,8 +243,7 @@ def check_own(path: Path, mark: bytes) -> None:
         if not os.access(path.parent, os.W_OK):
             raise PermissionError("its folder is missing, or cannot be written to")
     except (OSError, ValueError) as error:
-        next_step = "Move away what is there, or take another folder."
-        raise ConfigError(f"{path} cannot be written: {error}. {next_step}") from error
+        raise ConfigError(f"{path} cannot be written: {error}. Take another folder.") from error
 
 
 def replace_file(path: Path, mark: bytes, write: Callable[[IO[bytes]], object]) -> None:
@@ -276,6 +265,17 @@ def replace_file(path: Path, mark: bytes, write: Callable[[IO[bytes]], object]) 
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _lock(file: int, *, give_back: bool = False) -> bool:
+    """Lock a file, or give the lock back; return False if another program holds it."""
+    try:
+        import fcntl  # noqa: PLC0415  (not on Windows)
+
+        fcntl.flock(file, fcntl.LOCK_UN if give_back else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError) as error:  # other errors: this file system has no locks
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def _open_safely(path: str | Path, flags: int) -> int:

@@ -56,8 +56,9 @@ def exchange(value: Any, call: str = "run.step") -> list[Any]:
     if world_size() == 1:
         return [value]
     found: list[Any] = [None] * world_size()
-    try:
+    with suppress(Exception):  # then a loss is told without names
         _count(call, rank(), 1)
+    try:
         distributed.all_gather_object(found, (call, value), group=_own_group())
     except Exception as error:
         raise LostError(_describe_loss(call, error)) from error
@@ -84,9 +85,13 @@ def together(work: Callable[[], T], call: str = "run.step") -> list[T]:
     except Exception as error:
         fault = error
     answers = exchange((answer, brief(fault) if fault else ""), call)
-    if faults := [f"rank {index}: {text}" for index, (_, text) in enumerate(answers) if text]:
-        raise RankError("; ".join(faults)) from fault
+    _raise_faults([text for _, text in answers], fault)
     return [pickle.loads(found) for found, _ in answers]
+
+
+def _raise_faults(texts: list[str], own: Exception | None = None) -> None:
+    if faults := [f"rank {place}: {text}" for place, text in enumerate(texts) if text]:
+        raise RankError("; ".join(faults)) from own
 
 
 @contextmanager
@@ -98,8 +103,7 @@ def all_or_none(call: str) -> Iterator[None]:
         with suppress(RankError, LostError):
             exchange(brief(error), call)
         raise
-    if faults := [f"rank {n}: {text}" for n, text in enumerate(exchange("", call)) if text]:
-        raise RankError(f"{call} failed on {'; '.join(faults)}")
+    _raise_faults(exchange("", call))
 
 
 # By default process group, the group on the CPU that was made for it: one of our own, so that no

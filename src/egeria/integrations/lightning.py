@@ -95,10 +95,12 @@ class EgeriaCallback(Callback):
             warnings.warn(text, EgeriaWarning, stacklevel=2)
             return
         state, begins = self._loaded, trainer.global_step
-        first = _entry(state, "first_step")
-        is_known = isinstance(first, int) and 0 <= first <= begins
-        run = self._begin(trainer, pl_module, first if is_known else begins)
-        if state is not None and not resume(run, _entry(state, "run")):
+        entry = state if isinstance(state, Mapping) else {}  # it may be damaged
+        first = entry.get("first_step")
+        if not (isinstance(first, int) and 0 <= first <= begins):
+            first = begins
+        run = self._begin(trainer, pl_module, first)
+        if state is not None and not resume(run, entry.get("run")):
             self.on_train_end(trainer, pl_module)
             self._begin(trainer, pl_module, begins)
 
@@ -129,7 +131,7 @@ class EgeriaCallback(Callback):
         if self.run is None:
             self._loaded = state_dict or None
         elif not self.run.summary().closed:
-            resume(self.run, _entry(state_dict, "run"))
+            resume(self.run, isinstance(state_dict, dict) and state_dict.get("run"))
 
     def _begin(self, trainer: Any, pl_module: nn.Module, first_step: int) -> Run:
         steps, loader = _total_steps(trainer), trainer.train_dataloader
@@ -145,11 +147,6 @@ class EgeriaCallback(Callback):
             **self._settings,
         )
         return self.run
-
-
-def _entry(state: Any, name: str) -> Any:
-    """Return an entry of what a checkpoint has of ours, which may be damaged; None if missing."""
-    return state.get(name) if isinstance(state, Mapping) else None
 
 
 def _reason_to_decline(trainer: Any, pl_module: Any, config: Config) -> str:

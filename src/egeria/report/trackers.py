@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from egeria import events
 from egeria.errors import ConfigError, JournalError, brief, printable
-from egeria.events import PlasticityRead, RunStarted
 from egeria.journal import Recorder, read_journal
 from egeria.report.summary import Summary
 from egeria.report.text import plural
@@ -28,7 +27,7 @@ class Tracker(NamedTuple):
 
 def scalars(summary: Summary) -> dict[str, float]:
     """Return the values that trackers are sent; what is not known yet is left out."""
-    reading = summary.last(PlasticityRead)
+    reading = summary.last(events.PlasticityRead)
     known = {
         "egeria/frozen": summary.frozen,
         "egeria/params_frozen": summary.parameter_share,
@@ -91,7 +90,7 @@ class Showing:
     """Tells the user of a run's events, in the log and trackers; only the first rank `speaks`."""
 
     def __init__(
-        self, recorder: Recorder, started: RunStarted, trackers: list[Tracker], *, speaks: bool
+        self, recorder: Recorder, started: events.RunStarted, trackers: list[Tracker], speaks: bool
     ) -> None:
         self._recorder, self._trackers, self._speaks = recorder, trackers, speaks
         self._started = started  # until the journal has this event

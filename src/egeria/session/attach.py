@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,7 @@ def attach(
         directory=shared,
     )
     started = replace(UNKNOWN_START, config=settings.to_dict(), total_steps=total_steps)
-    showing = Showing(recorder, started, trackers, speaks=leads)
+    showing = Showing(recorder, started, trackers, leads)
     try:
         session = Session(training)
     except BaseException:  # such as a pattern that matches no layer module
@@ -119,7 +119,7 @@ def attach(
     return run
 
 
-class Run:
+class Run(AbstractContextManager["Run", None]):
     """A training run that egeria watches, made by `egeria.attach`; also a context manager.
 
     Attributes:
@@ -172,8 +172,7 @@ class Run:
         """Write numbers to the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {k: float(read_loss(v, f"run.log takes {k}")) for k, v in metrics.items()}
         if self._closed:
-            lost = "egeria: run.log was called after run.close; its numbers are not written."
-            self._recorder.warn("run.log", lost)
+            self._recorder.warn("run.log", "egeria: run.log came after run.close: not written.")
         self._recorder.write(events.MetricLogged(step=self._session.clock.step, values=values))
 
     def summary(self) -> Summary:
@@ -238,9 +237,7 @@ class Run:
         except StateError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            raise StateError(
-                f"The run's state is damaged ({brief(error)}). {checks.GO_ON}"
-            ) from error
+            raise StateError(f"The state does not fit ({brief(error)}). {checks.GO_ON}") from error
         resumed = events.Resumed(step=self._recorder.step, frozen=self.frozen, stage=self.stage)
         self._recorder.write(resumed)
 
@@ -272,9 +269,6 @@ class Run:
         self._finalizer()
         self._recorder.close()
 
-    def __enter__(self) -> "Run":
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -284,8 +278,8 @@ def resume(run: Run, state: Any) -> bool:
     try:
         run.load_state_dict(state)
     except StateError as error:
-        text = f"egeria: its state in the checkpoint does not fit, and it begins anew: {error}"
-        warnings.warn(text, EgeriaWarning, stacklevel=2)
+        what = "egeria: its state in the checkpoint does not fit, and it begins anew"
+        warnings.warn(f"{what}: {error}", EgeriaWarning, stacklevel=2)
         return False
     return True
 

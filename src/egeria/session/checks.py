@@ -189,10 +189,9 @@ def agree(
     own = total_steps, re.sub(" at 0x[0-9A-Fa-f]+", "", settings)
     rows = exchange((own, pretrained, directory), "attach")
     if apart := [number for number, row in enumerate(rows) if row[0] != rows[0][0]]:
-        steps = [row[0][0] for row in rows]
         raise ConfigError(
             "All processes of a job attach with the same total_steps and settings; rank "
-            f"{apart[0]} has others than rank 0, total_steps being {steps}. "
+            f"{apart[0]} has others than rank 0, total_steps being {[row[0][0] for row in rows]}. "
             "Give attach those of rank 0 on every rank."
         )
     return any(row[1] for row in rows), rows[0][2]
@@ -217,8 +216,7 @@ def check_state(state: Any) -> None:
 
 def _find_damage(state: Any) -> str:
     if not isinstance(state, Mapping):
-        what = f"A run's state is what run.state_dict() returned, found {_describe(state)}"
-        return f"{what}. {GO_ON}"
+        return f"A state is what run.state_dict() returned, found {_describe(state)}. {GO_ON}"
     if (schema := state.get("schema")) != STATE_SCHEMA:
         return (
             f"This egeria reads run states of schema {STATE_SCHEMA}, found {str(schema)[:40]}. "

@@ -43,8 +43,7 @@ class Steps:
         self._before: Callable[[int], None] | None = before
         self._counts_all = not all(map(has_hooks, optimizers))
         self.has_stepped = False  # whether an optimizer has stepped since the last call of `take`
-        self.num_calls = 0
-        self.num_steps = [0] * len(optimizers)  # steps of each optimizer
+        self.num_calls, self.num_steps = 0, [0] * len(optimizers)  # the steps of each optimizer
 
     def open(self) -> None:
         """Register the hooks."""

@@ -123,7 +123,7 @@ class Parts:
         """Return what a resumed run needs."""
         return {
             "cut": asdict(self.cut),
-            "parameters": self.training.shapes(),
+            "parameters": {n: list(e.shape) for n, e in self.training.named().items()},
             "cut_by": asdict(self.training.config.modules),
             "policy": self.policy.state_dict(),
             "plan_reason": self.plan.reason if self.plan else "",

@@ -95,7 +95,7 @@ class Session:
 
     def meet_to_close(self) -> None:
         """Wait for the other ranks, if the training goes on: none may thaw alone."""
-        is_over = self.clock.total_steps is not None and self.clock.step >= self.clock.total_steps
+        is_over = (total := self.clock.total_steps) is not None and self.clock.step >= total
         if self._meets and self.frozen and not is_over:
             self._call = "run.close"
             with self._guard("closing the run"):

@@ -87,13 +87,9 @@ class Training:
         """Return all parameters by all of their names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of all parameters by all of their names."""
-        return {name: list(entry.shape) for name, entry in self.named().items()}
-
     def check_state(self, state: Mapping[str, Any], cut: Cut | None) -> None:
         """Raise StateError if a saved state is of another policy, model or way to cut it."""
-        name, shapes = state["policy_name"], self.shapes()
+        name = state["policy_name"]
         if name != self.policy_name:
             raise StateError(
                 f"A run goes on under the policy that it began with, {name!r}, found "
@@ -104,6 +100,7 @@ class Training:
         saved, named = state["engine"]["parameters"], self.named()
         own = {name for module in cut.modules for name in module.parameters}
         own |= {name for name, entry in named.items() if entry.requires_grad}
+        shapes = {name: list(entry.shape) for name, entry in named.items()}
         if odd := sorted(name for name in own if shapes.get(name) != saved.get(name)):
             raise StateError(
                 "A run's state fits its own model, found that of another model, which differs in "
