@@ -233,6 +233,7 @@ def _is_expected(case: Case, reason: str) -> bool:
     fits = [("were changed by the training loop", case.switches or case.fault == "moved")]
     fits += [("before the state was saved", case.fault in ("resume", "kill")), ("Boom", case.policy == "own")]
     fits += [("made no step", case.fault in ("break", "exception", "interrupt") or case.switches)]
+    fits += [("the value is nan", case.nan_at >= 0)]
     fits += [("at least two layers", case.model == "remembering"), ("fewer than two layer", case.model == "drawn")]
     return any(text in reason and value for text, value in fits)
 
