@@ -42,7 +42,8 @@ def main(root: Path = ROOT) -> int:
         files = [name for name in names if name.startswith(f"{folder}/") and name.endswith(".py")]
         sizes[f"{folder}_files"] = len(files)
         sizes[f"{folder}_lines"] = sum(len((root / name).read_text().splitlines()) for name in files)
-    sizes["tracked_files"] = sum(not name.endswith(".tar.xz") for name in names)
+    # A record of a measurement takes no room from the code.
+    sizes["tracked_files"] = sum(not name.startswith("benchmarks/records/") for name in names)
     with (root / "pyproject.toml").open("rb") as file:
         limits = tomllib.load(file)["tool"]["egeria"]["limits"]
     if unknown := limits.keys() - sizes.keys():
