@@ -8,15 +8,7 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.events import (
-    CacheUsed,
-    Declined,
-    FaultCaught,
-    IntervalMeasured,
-    Resumed,
-    RunClosed,
-    RunStarted,
-)
+from egeria.events import CacheUsed, Declined, FaultCaught, IntervalMeasured, Resumed, RunClosed, RunStarted
 from egeria.session import EgeriaWarning
 from loops import FAST, outside
 from ranks import as_by_torchrun, run_ranks

@@ -6,14 +6,7 @@ from hypothesis import strategies as st
 
 from egeria import Config
 from egeria.config import PlasticityConfig
-from egeria.policy import (
-    BOOTSTRAPPING,
-    KNOWLEDGE_GUIDED,
-    Interval,
-    Reading,
-    find_maker,
-    find_rule,
-)
+from egeria.policy import BOOTSTRAPPING, KNOWLEDGE_GUIDED, Interval, Reading, find_maker, find_rule
 from egeria.policy.paper import RULES, Moment, choose_interval, rule_for_schedule
 
 
