@@ -30,8 +30,7 @@ from egeria.policy import Plan
 from egeria.report import Summary
 from laws.support import decisions, differences, outside
 from ranks import run_ranks
-from strays import nothing_left_behind
-from test_interrupts import Interrupter
+from strays import Interrupter, nothing_left_behind
 
 LONGEST_S = 200  # after which a trial counts as hung
 

@@ -1,11 +1,12 @@
 """What every test starts from."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from ranks import forget_accelerate
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 
@@ -27,12 +28,9 @@ def _elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _own_accelerator():
-    """What Accelerate keeps for the process, such as mixed precision, is of one test; Trainer has one too."""
+    """What Accelerate keeps for the process is of one test."""
     yield
-    state = sys.modules.get("accelerate.state")
-    if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+    forget_accelerate()
 
 
 @pytest.fixture

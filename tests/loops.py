@@ -4,6 +4,7 @@ import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from egeria import attach
 from egeria.session import EgeriaWarning, Run
+from laws import support
 from laws.support import differences
 from menagerie import Specimen
 
@@ -102,12 +104,4 @@ class Loop:
 
 def outside(model: nn.Module) -> dict[str, Any]:
     """Return everything about a model that is not a number: modes, gradients' needs, hooks, attributes."""
-    return {
-        "gradients": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-        "modes": {name: module.training for name, module in model.named_modules()},
-        "hooks": {
-            name: {key: len(value) for key, value in vars(module).items() if key.endswith("hooks") and value}
-            for name, module in model.named_modules()
-        },
-        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
-    }
+    return support.outside(SimpleNamespace(model=model, optimizer=SimpleNamespace(param_groups=[])))

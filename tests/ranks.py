@@ -1,6 +1,7 @@
 """Running a function in the processes of a job, as `torchrun` would start them."""
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -92,6 +93,27 @@ atexit.register(_ranks.close)
 def run_ranks(work: Callable[..., Any], *arguments: Any, num_ranks: int = NUM_RANKS) -> list[Any]:
     """Return what `work(*arguments)`, a function of a module, returns in each process of a gloo job, by rank."""
     return _ranks.run(num_ranks, work, arguments)
+
+
+@contextlib.contextmanager
+def as_by_torchrun() -> Iterator[None]:
+    """In a process of a job: set what torchrun sets, and let Accelerate forget the process before and after."""
+    rank = str(distributed.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(NUM_RANKS), "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"}
+    warnings.simplefilter("ignore")
+    forget_accelerate()
+    try:
+        yield
+    finally:
+        forget_accelerate()
+
+
+def forget_accelerate() -> None:
+    """Drop what Accelerate keeps for the process, such as mixed precision, where it was used; Trainer has one too."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def _serve(rank: int, pipe: Connection) -> None:

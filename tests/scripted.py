@@ -1,7 +1,8 @@
-"""A controller that reads from a script instead of a reference model."""
+"""A controller that reads from a script instead of a reference model, and loops that have one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from egeria.controller.inline import Answer, Controller, Ticket
 from egeria.events import Event, ReferenceRefreshed
 from egeria.model.passes import Batch
+from loops import FAST, Loop
+from menagerie import SPECIMENS
 
 
 @dataclass(eq=False)
@@ -45,3 +48,17 @@ class ScriptedController(Controller):
         """Note that the run let go."""
         self.closed = True
         return self.poll()
+
+
+def scripted_loop(directory: Path, name: str = "PartsByName", **attach: Any) -> Loop:
+    """Return a loop whose readings freeze a layer module at every few evaluations."""
+    given = {"controller": ScriptedController(), "config": FAST, "directory": directory, **attach}
+    return Loop(SPECIMENS[name], given)
+
+
+def frozen_loop(directory: Path, num_steps: int = 40, **attach: Any) -> Loop:
+    """Return such a loop that has frozen something; in 40 steps all that may be."""
+    loop = scripted_loop(directory, **attach)
+    loop.step(num_steps)
+    assert loop.run is not None and loop.run.frozen > 0
+    return loop

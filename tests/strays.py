@@ -1,6 +1,7 @@
-"""Counting what a run may leave behind: processes, threads, shared memory, semaphores, open files."""
+"""Counting what a run may leave behind: processes, threads, shared memory, semaphores, open files; and Ctrl-C."""
 
 import gc
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import psutil
 
+import egeria
+
+ROOT = str(Path(egeria.__file__).parent)
 SHARED = Path("/dev/shm")
 
 
@@ -62,6 +66,30 @@ def is_gone_within(pid: int, seconds: float) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+class Interrupter:
+    """Counts the lines of the library that run, and raises KeyboardInterrupt at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __enter__(self) -> "Interrupter":
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame, _event, _argument):
+        return self._look if frame.f_code.co_filename.startswith(ROOT) else None
+
+    def _look(self, _frame, event, _argument):
+        self.count += event == "line"
+        if event == "line" and self.count == self.at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._look
 
 
 def _left(before: dict[str, set]) -> dict[str, set]:

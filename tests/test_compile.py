@@ -10,7 +10,7 @@ from torch import nn
 import egeria
 from egeria.events import Declined
 from egeria.model.compile import Compilation, is_compiled
-from test_interrupts import Interrupter
+from strays import Interrupter
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")]
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")

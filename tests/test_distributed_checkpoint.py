@@ -1,17 +1,15 @@
 """Saving and loading with `torch.distributed.checkpoint`: the run goes on as if it had never stopped."""
 
 import dataclasses
-import io
 from pathlib import Path
 
 import pytest
-import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from egeria import StateError, read_journal
+from egeria import read_journal
 from egeria.events import FaultCaught, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
@@ -128,19 +126,3 @@ def test_models_in_parts_go_on_as_if_they_had_never_stopped(parts, folder):
         assert depth == at_once == 1 and depths == [2, 2]
         assert differences(ends[0], ends[1]) == []
     assert not read_journal(folder / "parts" / "resumed").of(FaultCaught)
-
-
-def test_a_state_that_is_no_run_s_is_refused_and_changes_nothing(tmp_path):
-    loop = begin("residual", tmp_path)
-    loop.step(4)
-    with pytest.raises(StateError, match="schema"):
-        loop.run.packed.load_state_dict({"state": _packed({"schema": 99})})
-    loop.step(4)
-    assert loop.run.summary().step == 8 and not distributed.is_initialized()
-    loop.run.close()
-
-
-def _packed(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()

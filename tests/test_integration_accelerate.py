@@ -1,9 +1,5 @@
 """Accelerate: `run.step(loss)` in every iteration of an unchanged loop, after `accelerator.prepare`."""
 
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install egeria[accelerate]")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
 
 from egeria import EgeriaWarning, read_journal  # noqa: E402
@@ -24,12 +19,11 @@ from egeria.events import (  # noqa: E402
     CacheUsed,
     Declined,
     IntervalMeasured,
-    ModuleFrozen,
     RunClosed,
 )
 from egeria.integrations.accelerate import attach  # noqa: E402
 from loops import differences, outside  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from ranks import as_by_torchrun, forget_accelerate, run_ranks  # noqa: E402
 
 EPOCHS, BATCHES, BATCH = 4, 5, 6
 WATCH = {"freezing": {"tolerance_readings": 10**6}, "plasticity": {"interval_steps": 3}}
@@ -104,10 +98,6 @@ class Loop:
         return {**state, "rates": self.schedule.get_last_lr(), "random": torch.get_rng_state()}
 
 
-def freezes(directory: Path | str = "run") -> list[tuple[int, int]]:
-    return [(event.step, event.frozen) for event in read_journal(directory).of(ModuleFrozen)]
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -119,7 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_watching_is_the_loop_alone_bit_for_bit(options):
     plain = Loop(**options).epochs().end()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
     loop = Loop({"config": WATCH}, **options).epochs()
     assert differences(loop.end(), plain) == []
     loop.run.close()
@@ -184,27 +174,13 @@ def test_the_trackers_get_the_scalars_by_optimizer_steps():
 def test_the_frozen_front_is_stored_and_served(options, tmp_path):
     computed = Loop({"config": FREEZE, "total_steps": 50}, **options).epochs(10)
     computed.run.close()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
     config = {**FREEZE, "cache": {"enabled": True, "gate": "open"}}
     stored = Loop({"config": config, "total_steps": 50, "directory": tmp_path / "stored"}, **options).epochs(10)
     stored.run.close()
     assert differences(stored.end(), computed.end()) == []
     journal = read_journal(tmp_path / "stored")
     assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
-
-
-@contextmanager
-def as_by_torchrun() -> Iterator[None]:
-    """Set what torchrun sets, in a process of a job."""
-    rank = torch.distributed.get_rank()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    warnings.simplefilter("ignore")
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def train_on_ranks(settings: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Lightning: one callback in a Trainer that goes on as ever; what cannot be followed is declined with the reason."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from egeria.events import (  # noqa: E402
 )
 from egeria.integrations.lightning import EgeriaCallback  # noqa: E402
 from loops import differences, outside  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from ranks import as_by_torchrun, run_ranks  # noqa: E402
 
 FRAMEWORK = (
     "ignore:The '.*' does not have many workers:UserWarning",  # of many cores, from where the loader is made
@@ -356,20 +355,12 @@ def test_the_frozen_front_is_stored_and_served(tmp_path):
     assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
 
 
-def fit_on_ranks(
-    folder: str, config: dict[str, Any] | None, options: dict[str, Any], *callbacks: Any
-) -> dict[str, Any]:
+def fit_on_ranks(folder: str, config: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
     """Train in a process of a job that was started as by torchrun."""
-    rank = torch.distributed.get_rank()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"}
-    warnings.simplefilter("ignore")
-    options = dict(options)
-    name = options.pop("watched", None)
-    ours = [] if config is None else [EgeriaCallback(name, config=config, directory=folder)]
+    ours = [] if config is None else [EgeriaCallback(config=config, directory=folder)]
     strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
-    trainer = fit(*ours, *callbacks, strategy=strategy, devices=2, batches=2 * BATCHES, **options)
-    return end_of(trainer)
+    with as_by_torchrun():
+        return end_of(fit(*ours, strategy=strategy, devices=2, batches=2 * BATCHES, **options))
 
 
 @pytest.mark.dist

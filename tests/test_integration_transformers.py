@@ -1,6 +1,5 @@
 """Trainer with `callbacks=[EgeriaCallback()]` and nothing else."""
 
-import os
 import warnings
 from pathlib import Path
 
@@ -9,22 +8,13 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.events import (
-    CacheUsed,
-    Declined,
-    FaultCaught,
-    IntervalMeasured,
-    Resumed,
-    RunClosed,
-    RunStarted,
-)
+from egeria.events import CacheUsed, Declined, FaultCaught, IntervalMeasured, Resumed, RunClosed, RunStarted
 from egeria.session import EgeriaWarning
 from loops import FAST, outside
-from ranks import run_ranks
+from ranks import as_by_torchrun, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="egeria[transformers] is not installed")
 pytest.importorskip("accelerate", reason="egeria[transformers] is not installed")
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed  # noqa: E402
 
 from egeria.integrations.transformers import STATE_FILE, EgeriaCallback  # noqa: E402
@@ -131,10 +121,6 @@ def train_watched(folder, config, **options):
     return trained, callback, watch.frozen
 
 
-def random_state():
-    return torch.get_rng_state()
-
-
 KINDS = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
@@ -152,9 +138,9 @@ SLOW = ("smoothing", "bf16", "evaluation")
 def test_without_a_freeze_it_is_plain_training_bit_for_bit(kind, tmp_path):
     plain = trainer(tmp_path / "plain", **KINDS[kind])
     plain.train()
-    state = random_state()
+    state = torch.get_rng_state()
     watched, _, frozen = train_watched(tmp_path / "watched", WATCH, **KINDS[kind])
-    assert torch.equal(random_state(), state)
+    assert torch.equal(torch.get_rng_state(), state)
     assert set(frozen.values()) == {0}
     assert_equal(watched, plain)
     assert assert_clean(tmp_path / "watched" / "egeria").of(RunStarted)[0].total_steps == 16
@@ -293,20 +279,12 @@ def test_what_cannot_be_followed_is_declined_with_the_reason(tmp_path):
 
 def train_in_ranks(folder, config, changes):
     """Train in this process of a job as torchrun starts it; return losses, depths, weights and what was declined."""
-    rank = torch.distributed.get_rank()
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29512}
-    os.environ.update({name: str(value) for name, value in found.items()})
-    warnings.simplefilter("ignore")
     callback = EgeriaCallback(config) if config else None
     watch = Watch(callback)
-    resumes = changes.pop("resume", None)
-    try:
+    with as_by_torchrun():
         trained = trainer(folder, callback, callbacks=[watch], ddp_backend="gloo", **changes)
-        trained.train(resume_from_checkpoint=resumes)
+        trained.train()
         assert "fsdp" in changes or isinstance(trained.model_wrapped, nn.parallel.DistributedDataParallel)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
     weights = {name: value.numpy() for name, value in trained.model.state_dict().items()}
     return losses(trained), watch.frozen, weights, all(p.requires_grad for p in trained.model.parameters())
 

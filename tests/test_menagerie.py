@@ -12,7 +12,7 @@ from egeria.events import Declined, ModuleFrozen, PlasticityRead, RunStarted, Th
 from loops import FAST, Loop, differences, outside
 from menagerie import MENAGERIE, SPECIMENS, SUPPORTED
 from ranks import replica, run_ranks
-from scripted import ScriptedController
+from scripted import scripted_loop
 
 STEPS = 60
 # One number format: 'auto' takes the fastest, which two trainings may time differently.
@@ -27,11 +27,6 @@ ALWAYS = ("KeepingAll", "BreakingInInference", "Uncopyable", "Wrapped", "norms_k
 
 def over(specimens):
     return pytest.mark.parametrize("specimen", specimens, ids=lambda specimen: specimen.name)
-
-
-def scripted(directory):
-    """Attach with readings that freeze a module every four evaluations."""
-    return {"controller": ScriptedController(), "config": FAST, "directory": directory}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,7 @@ def test_law_1_attached_but_never_freezing_is_the_plain_loop_and_the_unsupported
 @pytest.mark.slow
 @over(SUPPORTED)
 def test_law_4_freeze_then_thaw_leaves_all_as_before(specimen, tmp_path):
-    loop = Loop(specimen, scripted(tmp_path))
+    loop = scripted_loop(tmp_path, specimen.name)
     before = outside(specimen.build().train())
     loop.step(40)
     run, deepest = loop.run, read_journal(tmp_path).first(RunStarted).deepest_freeze

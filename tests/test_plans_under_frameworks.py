@@ -1,7 +1,6 @@
 """A plan that begins frozen, under Trainer, Accelerate and Lightning: to the bit what freezing by hand does there."""
 
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 import egeria
 from egeria.events import Declined, FaultCaught, ModuleFrozen, Resumed, Thawed
 from laws.support import differences
-from ranks import run_ranks
+from ranks import as_by_torchrun, forget_accelerate, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="egeria[transformers] is not installed")
 accelerate = pytest.importorskip("accelerate", reason="egeria[accelerate] is not installed")
@@ -164,6 +163,21 @@ def test_trainer(kind, tmp_path, monkeypatch):
     assert_follows(tmp_path / "ours" / "egeria", total, stops)
 
 
+class StopsEarly(egeria_transformers.EgeriaCallback):
+    """Ends the training in the thawed phase, as early stopping does."""
+
+    def on_step_end(self, args, state, control, **more):
+        super().on_step_end(args, state, control, **more)
+        control.should_training_stop = state.global_step == 8
+
+
+def test_a_trainer_that_stops_early_has_done_the_part_of_the_plan_up_to_there(tmp_path):
+    by_trainer(tmp_path, callback := StopsEarly(CONFIG))
+    made = egeria.report(tmp_path / "egeria")
+    assert [point.frozen for point in made.summary.depths if point.num_steps] == [3, 0] and callback.run is None
+    assert (made.summary.step, made.summary.total_steps) == (8, 20) and "8 of the 20 steps" in str(made)
+
+
 # --- Accelerate ------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +202,7 @@ class AccelerateByHand:
 
 
 def by_accelerate(folder, *, is_ours, accumulation, epoch=0):
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     net, total = new_net(), EPOCHS * BATCHES // accumulation // accelerator.num_processes
     model, optimizer, loader = accelerator.prepare(net, sgd(net.parameters()), DataLoader(rows(), batch_size=BATCH))
@@ -294,9 +308,7 @@ def lightning_on_ranks(folder, epoch):
 
 def go_on_at_each_stop(folder: str, train) -> tuple[dict, list]:
     """Train on a rank in one go and from two checkpoints; return the end, and where the others differ from it."""
-    as_by_torchrun = pytest.importorskip("test_integration_accelerate").as_by_torchrun
     with as_by_torchrun():
-        os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
         end = train(Path(folder), 0)
         return end["model"], [difference for e in STOPS for difference in differences(end, train(Path(folder), e))]
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 against a worked example, and what it promises whatever the readings are."""
+"""What algorithm 1 promises whatever the readings are; tests/laws has a worked example."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,31 +6,8 @@ from hypothesis import strategies as st
 
 from egeria import Config
 from egeria.config import PlasticityConfig
-from egeria.policy import (
-    BOOTSTRAPPING,
-    KNOWLEDGE_GUIDED,
-    Interval,
-    Reading,
-    find_maker,
-    find_rule,
-)
+from egeria.policy import BOOTSTRAPPING, KNOWLEDGE_GUIDED, Interval, Reading, find_maker, find_rule
 from egeria.policy.paper import RULES, Moment, choose_interval, rule_for_schedule
-
-# The worked example, by hand. W = 3, T = 20 % of the largest of the first three slopes.
-#
-#  i  reading  smoothed (mean of the last 3)   slope of the last 3 smoothed     stationary
-#  1    9      9                               -                                0
-#  2    7      (9+7)/2 = 8                     -                                0
-#  3    5      (9+7+5)/3 = 7                   (7-9)/2 = -1        1st slope    0
-#  4    3      (7+5+3)/3 = 5                   (5-8)/2 = -1.5      2nd slope    0
-#  5    1      (5+3+1)/3 = 3                   (3-7)/2 = -2        3rd: T = 0.4 0   (2 is not < 0.4)
-#  6    2      (3+1+2)/3 = 2                   (2-5)/2 = -1.5                   0
-#  7    1.8    (1+2+1.8)/3 = 1.6               (1.6-3)/2 = -0.7                 0
-#  8    2.2    (2+1.8+2.2)/3 = 2               (2-2)/2 = 0                      1
-#  9    2      (1.8+2.2+2)/3 = 2               (2-1.6)/2 = 0.2                  2
-# 10    2.1    (2.2+2+2.1)/3 = 2.1             (2.1-2)/2 = 0.05                 3 -> frozen
-#
-# (The least-squares slope through three equally spaced values is (third - first) / 2.)
 
 
 class Asked:

@@ -1,4 +1,4 @@
-"""What the bench computes, against examples worked by hand."""
+"""What the bench computes, against examples worked by hand, and how it reads the names of policies."""
 
 import math
 import subprocess
@@ -17,7 +17,7 @@ from benchmarks.proving.comparing.skipping import Skipped, measure_skipped, span
 from benchmarks.proving.comparing.statistics import T_QUANTILES, spread, t_quantile
 from benchmarks.proving.comparing.tables import overview
 from benchmarks.proving.journal import JournalWriter, read_journal
-from benchmarks.proving.policies import parse_policy
+from benchmarks.proving.policies import parse_policies, parse_policy
 from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.running.stopwatch import Stopwatch
 
@@ -63,16 +63,12 @@ def test_quantiles_are_those_of_student():
         assert below == pytest.approx(0.975, abs=5e-5), degrees
 
 
-def test_interval_of_three_differences():
+def test_an_interval_needs_two_seeds_and_many_have_the_last_quantile():
     found = spread([-1.0, 0.0, 1.0])
     assert (found.mean, found.sd) == (0.0, 1.0)
     assert found.high == pytest.approx(4.303 / math.sqrt(3))
     assert found.low == -found.high
-
-
-def test_one_seed_has_no_interval_and_many_the_last_quantile():
-    assert spread([2.0]).low is None
-    assert spread([]) is None
+    assert spread([2.0]).low is None and spread([]) is None
     assert t_quantile(500) == 2.042
 
 
@@ -129,15 +125,12 @@ def test_times_of_two_machines_are_not_compared():
     assert found.saved == {"wall": None, "cpu": None} and found.difference.mean == pytest.approx(-1)
 
 
-def test_runs_of_one_name_and_other_settings_are_not_averaged():
+def test_runs_of_other_settings_or_recipes_are_not_compared():
     runs = [outcome("none", 0, [90.0]), outcome("egeria", 0, [89.0]), outcome("egeria", 1, [89.0])]
     policy = replace(runs[2].run.policy, settings={"policy": {"limit": 0.5}})
     runs[2] = replace(runs[2], run=replace(runs[2].run, policy=policy))
     with pytest.raises(RefusedError, match="Runs of one policy have the same settings"):
         compare(runs, "none")
-
-
-def test_runs_of_two_recipes_are_not_compared():
     with pytest.raises(RefusedError, match="recipe"):
         compare([outcome("none", 0, [90.0]), outcome("egeria", 0, [90.0], lr=0.2)], "none")
 
@@ -182,38 +175,29 @@ def thawed(step: int):
     return "thawed", step, {"frozen_before": 1}
 
 
-def test_skipped_compute_is_the_backward_pass_while_frozen(tmp_path):
+SKIPPED = [  # as shares of the iterations: backward passes are two thirds of each, forward passes a third
+    ([PROFILE, FROZEN, thawed(90)], 2 / 3 * 0.3 * 0.5, 0),  # half of the run
+    ([PROFILE, FROZEN, stored(40), used(60, 10, 10), used(99, 45, 15)], 2 / 3 * 0.3 * 0.6, 1 / 3 * 0.3 * 0.6 * 45 / 60),
+    ([PROFILE, FROZEN, stored(40), used(60, 20, 20), thawed(60)], 2 / 3 * 0.3 * 0.2, 1 / 3 * 0.3 * 0.2 * 0.5),
+    ([FROZEN], None, None),  # without a profile
+    ([PROFILE, FROZEN, ("periods", 20, {"periods": [4, 2, 1]})], None, None),  # with updates at some steps only
+]
+
+
+@pytest.mark.parametrize(("events", "backward", "forward"), SKIPPED)
+def test_what_was_skipped_is_known_by_profile_depths_and_samples_served(events, backward, forward, tmp_path):
+    journal(tmp_path, *events)
+    found = measure_skipped(read_journal(tmp_path))
+    if backward is None:
+        assert found.backward is None and found.total is None
+    else:
+        assert (found.backward, found.forward) == pytest.approx((backward, forward))
+
+
+def test_a_run_is_parted_into_spans_of_one_depth(tmp_path):
     journal(tmp_path, PROFILE, FROZEN, thawed(90))
-    found = measure_skipped(read_journal(tmp_path))
-    assert found.backward == pytest.approx(2 / 3 * 0.3 * 0.5)  # half of the run
-    assert found.forward == 0
-    assert [(span.begin, span.end, span.frozen) for span in spans(read_journal(tmp_path), 10)] == [
-        (0, 4, 0),
-        (4, 9, 1),
-        (9, 10, 0),
-    ]
-
-
-def test_forward_passes_count_only_for_samples_that_were_served(tmp_path):
-    journal(tmp_path, PROFILE, FROZEN, stored(40), used(60, 10, 10), used(99, 45, 15))
-    found = measure_skipped(read_journal(tmp_path))
-    assert found.backward == pytest.approx(2 / 3 * 0.3 * 0.6)
-    assert found.forward == pytest.approx(1 / 3 * 0.3 * 0.6 * 45 / 60)
-
-
-def test_stored_activations_of_a_boundary_that_thawed_count_until_then(tmp_path):
-    journal(tmp_path, PROFILE, FROZEN, stored(40), used(60, 20, 20), thawed(60))
-    assert measure_skipped(read_journal(tmp_path)).forward == pytest.approx(1 / 3 * 0.3 * 0.2 * 0.5)
-
-
-def test_what_was_skipped_without_a_profile_is_not_known(tmp_path):
-    journal(tmp_path, FROZEN)
-    assert measure_skipped(read_journal(tmp_path)).total is None
-
-
-def test_what_was_skipped_by_updates_at_some_steps_only_is_not_known(tmp_path):
-    journal(tmp_path, PROFILE, FROZEN, ("periods", 20, {"periods": [4, 2, 1]}))
-    assert measure_skipped(read_journal(tmp_path)).backward is None
+    found = spans(read_journal(tmp_path), 10)
+    assert [(span.begin, span.end, span.frozen) for span in found] == [(0, 4, 0), (4, 9, 1), (9, 10, 0)]
 
 
 def test_a_resumed_run_goes_back_on_what_came_after_its_state(tmp_path):
@@ -284,3 +268,40 @@ def test_a_child_from_before_counts_also_in_a_halt_and_one_of_the_halt_does_not(
             controller.kill()
     assert watch.cpu_s - before_s >= 0.1
     assert watch.cpu_s < controller_s + 0.35
+
+
+# --- what may stand behind `--policy` ---
+
+
+def test_commas_part_policies_but_not_their_settings():
+    found = parse_policies(["none,static:schedule=0.5:1+0.75:3,start=0.25,egeria", "default"])
+    assert [policy.name for policy in found] == ["none", "static", "egeria", "default"]
+    assert found[1].settings == {"policy": {"schedule": "0.5:1 0.75:3", "start": 0.25}}
+    assert [policy.is_plain for policy in found] == [True, False, False, False]
+
+
+def test_a_plan_is_given_as_one():
+    for text in ["plan:plan=0.5:1+0.75:2", "static:plan=0.5:1+0.75:2", "static:schedule=0.5:1+0.75:2"]:
+        assert parse_policy(text).attach_arguments() == {"plan": "0.5:1 0.75:2", "config": {}}
+        more = parse_policy(f"{text},cache.enabled=true").attach_arguments()
+        assert more == {"plan": "0.5:1 0.75:2", "config": {"cache": {"enabled": True}}}
+
+
+def test_a_file_gives_settings_as_they_are(tmp_path):
+    path = tmp_path / "wide.toml"
+    path.write_text("[plasticity]\nwindow = 20\n")
+    policy = parse_policy(str(path))
+    assert (policy.text, policy.settings) == ("wide", {"plasticity": {"window": 20}})
+    assert policy.attach_arguments() == {"config": {"plasticity": {"window": 20}}}
+
+
+def test_what_is_no_policy_is_refused():
+    for text in [
+        *("", "none:a=1", "head-only:a=1", "static:schedule", "../away", "egeria:a.b.c=1", "absent.toml"),
+        *(f"short{share}" for share in ("", ":share=1.0", ":share=0", ":share=half", ":share=0.5,a.b=1")),
+        "short:cache.share=0.5",
+        *("static", "plan:start=0.5", "plan:plan=0.5", "hft:seed=1", "freezeout:start=1"),
+        *("freezeout:shape=round", "freezeout:scaled=1", "autofreeze:percentile=101", "autofreeze:evaluations=1"),
+    ]:
+        with pytest.raises(RefusedError):
+            parse_policy(text)

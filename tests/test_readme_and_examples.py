@@ -14,8 +14,9 @@ from benchmarks.micro.interleaved import Comparison, compare
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import demo
 import egeria
-from egeria.events import FaultCaught, Resumed, RunStarted
+from egeria.events import FaultCaught, MetricLogged, Resumed, RunStarted
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -176,3 +177,41 @@ def test_the_cluster_example_runs_under_python_and_torchrun_and_goes_on_in_eithe
     later = start_job((), "--epochs", 3, *checkpoint, "--directory", tmp_path / "one")
     assert [line.split()[1] for line in later[:-1]] == ["3"]
     assert egeria.read_journal(tmp_path / "one").of(Resumed)
+
+
+# --- the demo ---
+
+
+def run_demo(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
+    demo.main()
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """Made-up digits in place of scikit-learn's: the demo runs in seconds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(count):
+        images = torch.randn(count, 1, 16, 16, generator=generator)
+        return TensorDataset(images, torch.randint(0, 5, (count,), generator=generator))
+
+    given = [(some(128), some(32)) for _ in range(2)]
+    monkeypatch.setattr(demo, "load_digits", lambda: given)
+    monkeypatch.setattr(demo.pretrain, "__kwdefaults__", {"epochs": 1})
+
+
+def test_the_demo_compares_plain_training_with_egeria(few_digits, monkeypatch, capsys, tmp_path):
+    run_demo(monkeypatch, "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
+    output = capsys.readouterr().out
+    runs = [line.split() for line in output.splitlines() if line.startswith("  seed 0")]
+    assert [line[2] for line in runs] == ["plain", "egeria"] and all("CPU" in line for line in runs)
+    assert "frozen at epoch: " in output and "% of the CPU time saved" in output
+    assert str(tmp_path / "out" / "seed0" / "report.html") in output
+    journal = egeria.read_journal(tmp_path / "out" / "seed0")
+    assert journal.num_damaged == 0
+    assert [event.step for event in journal.of(MetricLogged)] == [4, 6, 8]
+    assert (tmp_path / "out" / "seed0" / "report.html").is_file()
+    with pytest.raises(SystemExit):  # an earlier demo is not deleted
+        run_demo(monkeypatch, "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
+    assert "holds an earlier demo" in capsys.readouterr().err

@@ -42,30 +42,12 @@ def in_partitions(model):
     return model
 
 
-def with_lazy_part(model):
-    return nn.Sequential(model, nn.LazyLinear(4))
-
-
-def bert(peft_config):
-    import peft  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
-
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    return peft.get_peft_model(transformers.BertForSequenceClassification(config), peft_config)
-
-
-def prompts(_):
-    import peft  # noqa: PLC0415
-
-    return bert(peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4))
-
-
-def lora(_):
-    import peft  # noqa: PLC0415
-
-    return bert(peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"]))
+def bert(kind, **settings):
+    """Return a model with what PEFT adds to it by a configuration of this kind."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=40, **sizes))
+    return peft.get_peft_model(model, getattr(peft, kind)(task_type="SEQ_CLS", **settings))
 
 
 def stepping_in_backward(model):
@@ -106,18 +88,14 @@ def overlapping(model):
     return optimizer
 
 
-def data_parallel(model):
-    return nn.DataParallel(model)
-
-
 MODELS = {
     "deepspeed": (DeepSpeedEngine, "Use fully_shard"),
     "zero3": (in_partitions, "ZeRO.*Use fully_shard"),
     "fsdp1": (FullyShardedDataParallel, "FSDP1.*Use fully_shard"),
-    "data_parallel": (data_parallel, "one process for each device"),
+    "data_parallel": (nn.DataParallel, "one process for each device"),
     "scripted": (torch.jit.script, "the model is a TorchScript module"),
-    "lazy": (with_lazy_part, "Call it once before attach"),
-    "prompts": (prompts, "saves nothing"),
+    "lazy": (lambda model: nn.Sequential(model, nn.LazyLinear(4)), "Call it once before attach"),
+    "prompts": (lambda _: bert("PromptTuningConfig", num_virtual_tokens=4), "saves nothing"),
     "steps in backward": (stepping_in_backward, r"Call optimizer.step\(\)"),
     "steps in hooks": (stepping_in_hooks, r"Call optimizer.step\(\)"),
 }
@@ -126,7 +104,11 @@ OPTIMIZERS = {
     "no lr": (without_lr, "relative_step=False"),
     "overlapping": (overlapping, "overlap_with_ddp=True"),
 }
-FINE = {"plain": encoder, "lora": lambda: lora(None), "hooks": lambda: logging_hooks(encoder())}
+FINE = {
+    "plain": encoder,
+    "lora": lambda: bert("LoraConfig", target_modules=["query", "value"]),
+    "hooks": lambda: logging_hooks(encoder()),
+}
 
 
 @pytest.mark.parametrize("way", MODELS)

@@ -13,20 +13,9 @@ from egeria import ConfigError, EgeriaWarning, read_journal
 from egeria.events import Event, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, outside
 from menagerie import SPECIMENS
-from scripted import ScriptedController
+from scripted import frozen_loop, scripted_loop
 
 PARTS = SPECIMENS["PartsByName"]
-
-
-def loop_in(directory, specimen=PARTS, **attach):
-    return Loop(specimen, {"controller": ScriptedController(), "config": FAST, "directory": directory, **attach})
-
-
-def frozen_loop(directory, **attach):
-    loop = loop_in(directory, **attach)
-    loop.step(20)
-    assert loop.run.frozen > 0
-    return loop
 
 
 def tell(action):
@@ -41,7 +30,7 @@ def tell(action):
 
 
 def test_a_callback_sees_every_event_of_the_journal_from_then_on(tmp_path):
-    loop, seen, found = loop_in(tmp_path), [], []
+    loop, seen, found = scripted_loop(tmp_path), [], []
     loop.step(4)
     before = len(read_journal(tmp_path))
     loop.run.on_event(seen.append)
@@ -56,7 +45,7 @@ def test_a_callback_sees_every_event_of_the_journal_from_then_on(tmp_path):
 
 
 def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goes_on(tmp_path):
-    loop, calls, others = loop_in(tmp_path), [], []
+    loop, calls, others = scripted_loop(tmp_path), [], []
 
     def breaks(event):
         calls.append(event)
@@ -76,7 +65,7 @@ def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goe
 
 def test_a_freeze_and_a_thaw_are_one_line_each(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="egeria")
-    loop = loop_in(tmp_path)
+    loop = scripted_loop(tmp_path)
     loop.step(30)
     for group in loop.optimizer.param_groups:
         group["lr"] /= 100
@@ -113,7 +102,7 @@ def assert_as_reported(run, directory):
 
 
 def test_the_summary_is_what_the_report_says_of_the_journal_so_far(tmp_path):
-    loop = frozen_loop(tmp_path, total_steps=50)
+    loop = frozen_loop(tmp_path, 20, total_steps=50)
     summary = assert_as_reported(loop.run, tmp_path)
     assert (summary.step, summary.total_steps, summary.closed) == (20, 50, False)
     assert summary.frozen == loop.run.frozen and len(summary.modules) == len(loop.run.modules)
@@ -123,7 +112,7 @@ def test_the_summary_is_what_the_report_says_of_the_journal_so_far(tmp_path):
 
 def test_an_open_run_tells_all_that_egeria_took_so_far(tmp_path):
     logged = {}
-    loop = loop_in(tmp_path, log_to=lambda values, step: logged.update({step: values.get("egeria/overhead")}))
+    loop = scripted_loop(tmp_path, log_to=lambda values, step: logged.update({step: values.get("egeria/overhead")}))
     loop.step(20)
     during = loop.run.summary()
     reported = egeria.report(tmp_path).summary
@@ -137,11 +126,11 @@ def test_an_open_run_tells_all_that_egeria_took_so_far(tmp_path):
 
 
 def test_the_summary_counts_what_came_before_a_resume(tmp_path):
-    loop = frozen_loop(tmp_path)
+    loop = frozen_loop(tmp_path, 20)
     checkpoint = loop.save()
     loop.step(3)
     loop.run.close()
-    resumed = loop_in(tmp_path)
+    resumed = scripted_loop(tmp_path)
     resumed.load(checkpoint)
     resumed.step(10)
     summary = assert_as_reported(resumed.run, tmp_path)
@@ -151,7 +140,7 @@ def test_the_summary_counts_what_came_before_a_resume(tmp_path):
 
 
 def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
-    loop = loop_in(tmp_path, total_steps=40)
+    loop = scripted_loop(tmp_path, total_steps=40)
     assert repr(loop.run) == "<egeria.Run: step 0 of 40, no layer modules yet, time saved not known>"
     loop.step(20)
     text, frozen = repr(loop.run), loop.run.frozen
@@ -164,24 +153,21 @@ def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
 # --- notices -----------------------------------------------------------------------------------
 
 
-def attach_again(loop, model=None, directory=None):
-    return egeria.attach(model or loop.model, loop.optimizer, config=FAST, directory=directory)
-
-
 def test_a_second_attach_to_a_watched_model_is_refused_and_the_first_goes_on(tmp_path):
-    loop = frozen_loop(tmp_path / "first")
+    loop = frozen_loop(tmp_path / "first", 20)
     before = outside(loop.model)
     with pytest.raises(
         ConfigError, match=r"no open run watches, in whole or in part, found one that <egeria.Run: step 20.*run\.close"
     ):
-        attach_again(loop, directory=tmp_path / "second")
+        egeria.attach(loop.model, loop.optimizer, config=FAST, directory=tmp_path / "second")
     assert outside(loop.model) == before and not (tmp_path / "second").exists()
     loop.step(4)
     assert loop.run.summary().step == 24
 
 
 def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second_try(tmp_path):
-    model, optimizer = fresh()
+    model = PARTS.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def cell(number):
         run = egeria.attach(model, optimizer, config=FAST, directory=tmp_path / str(number))
@@ -193,11 +179,6 @@ def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second
             cell(number)
         kept[:] = [error.value]
         del error
-
-
-def fresh():
-    model = PARTS.build()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 # --- two processes -----------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 import io
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import egeria
 from egeria import ConfigError, read_journal
@@ -16,7 +18,7 @@ from egeria.events import Declined, IntervalMeasured, RunClosed
 from loops import FAST
 
 WATCH = {**FAST, "reference": {"precision": "fp32"}, "freezing": {"tolerance_readings": 10**6}}
-FREEZE = {**FAST, "policy": {"plan": "0.5:1"}, "modules": {"pattern": "[024]"}}
+FREEZE = {**FAST, "policy": {"plan": "0:9 0.25:0 0.5:1"}, "modules": {"pattern": "[024]"}}
 STEPS, WIDTH = 24, 4
 
 
@@ -39,28 +41,26 @@ def attach(model, optimizer, directory, **arguments):
     return egeria.attach(model, optimizer, **given)
 
 
-def train(directory, wrap=lambda entry: entry, wrap_scheduler=lambda entry: entry, steps=STEPS, step=None):
-    """Train by optimizer and scheduler as a framework wraps them, and freeze; return weights and journal."""
-    model = network()
-    optimizer = wrap(SGD(model.parameters(), lr=0.1, momentum=0.9))
-    inner = optimizer
-    while hasattr(inner, "optimizer"):
-        inner = inner.optimizer
-    scheduler = wrap_scheduler(schedulers.CosineAnnealingLR(inner, STEPS))
-    with attach(model, optimizer, directory, scheduler=scheduler, config=FREEZE) as run:
-        for batch in batches(steps):
-            loss = (step or plain_step)(model, optimizer, batch)
-            scheduler.step()
-            run.step(loss)
-    return [entry.detach().clone() for entry in model.parameters()], read_journal(directory)
-
-
-def plain_step(model, optimizer, batch):
+def plain_step(model, optimizer, batch, backward=torch.Tensor.backward):
     optimizer.zero_grad()
     loss = loss_of(model, batch)
-    loss.backward()
+    backward(loss)
     optimizer.step()
     return loss
+
+
+def train(directory, wrap=lambda *parts: parts, step=plain_step, behind=lambda model: None):
+    """Train with what a framework makes of model, optimizer and scheduler, and freeze; return weights and journal."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    called, wrapped, scheduler = wrap(model, optimizer, schedulers.CosineAnnealingLR(optimizer, STEPS))
+    with attach(called, wrapped, directory, scheduler=scheduler, config=FREEZE) as run:
+        for batch in batches(STEPS):
+            loss = step(called, wrapped, batch)
+            scheduler.step()
+            run.step(loss)
+            behind(model)
+    return [entry.detach().clone() for entry in model.parameters()], read_journal(directory)
 
 
 def closure_of(model, optimizer, batch):
@@ -110,9 +110,32 @@ def same_course(first, second):
 
 def test_what_accelerate_prepares_is_followed(tmp_path):
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    plain = train(tmp_path / "plain")
-    wrapped = train(tmp_path / "wrapped", accelerator.prepare, accelerator.prepare)
-    assert same_course(plain, wrapped)
+    assert same_course(train(tmp_path / "plain"), train(tmp_path / "wrapped", accelerator.prepare))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_fabric_sets_up_is_followed(tmp_path):
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    step = partial(plain_step, backward=fabric.backward)
+    wrapped = train(tmp_path / "wrapped", lambda model, *parts: (*fabric.setup(model, parts[0]), parts[1]), step)
+    assert same_course(train(tmp_path / "plain"), wrapped)
+
+
+def test_an_average_of_the_weights_goes_on_while_layers_are_frozen(tmp_path):
+    averages, by_hand = [], []
+
+    def follow(model):
+        if not averages:
+            averages.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)))
+            by_hand[:] = [entry.detach().clone() for entry in model.parameters()]
+        averages[0].update_parameters(model)
+        for mean, entry in zip(by_hand, model.parameters(), strict=True):
+            mean.lerp_(entry.detach(), 0.5)
+
+    averaged = train(tmp_path / "averaged", behind=follow)
+    assert same_course(train(tmp_path / "plain"), averaged)
+    for mean, entry in zip(by_hand, averages[0].module.parameters(), strict=True):
+        torch.testing.assert_close(entry, mean)
 
 
 class _FabricModule(nn.Module):
@@ -140,32 +163,24 @@ def test_the_wrapper_of_fabric_is_what_the_handle_calls(tmp_path):
 # --- schedules -----------------------------------------------------------------------------------
 
 
-def test_what_is_no_scheduler_is_refused(tmp_path):
-    for make, found in [
-        (lambda optimizer: "cosine", "'cosine'"),
-        (lambda optimizer: 0.1, "0.1"),
-        (lambda optimizer: lambda step: 0.1, "function"),
-        (lambda optimizer: optimizer, "SGD"),
-        (lambda optimizer: schedulers.CosineAnnealingLR, "the class CosineAnnealingLR"),
-        (lambda optimizer: [schedulers.StepLR(optimizer, 1), optimizer], "SGD"),
+def test_what_is_no_scheduler_or_no_loader_is_refused(tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for name, given, found in [
+        ("scheduler", "cosine", "'cosine'"),
+        ("scheduler", 0.1, "0.1"),
+        ("scheduler", lambda step: 0.1, "function"),
+        ("scheduler", optimizer, "SGD"),
+        ("scheduler", schedulers.CosineAnnealingLR, "the class CosineAnnealingLR"),
+        ("scheduler", [schedulers.StepLR(optimizer, 1), optimizer], "SGD"),
+        ("loader", schedulers.StepLR(optimizer, 1), "StepLR"),
+        ("loader", AcceleratedOptimizer(optimizer), "AcceleratedOptimizer"),
+        ("loader", "train", "'train'"),
+        ("loader", model, "Sequential"),
     ]:
-        model = network()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigError, match=rf"scheduler is .* found {found}\..*leave it out"):
-            attach(model, optimizer, tmp_path, scheduler=make(optimizer))
-
-
-def test_what_is_no_loader_is_refused(tmp_path):
-    for make, found in [
-        (lambda model, optimizer: schedulers.StepLR(optimizer, 1), "StepLR"),
-        (lambda model, optimizer: AcceleratedOptimizer(optimizer), "AcceleratedOptimizer"),
-        (lambda model, optimizer: "train", "'train'"),
-        (lambda model, optimizer: model, "Sequential"),
-    ]:
-        model = network()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigError, match=rf"loader is .* found {found}\..* scheduler=\.\.\."):
-            attach(model, optimizer, tmp_path, loader=make(model, optimizer))
+        way_out = "leave it out" if name == "scheduler" else r" scheduler=\.\.\."
+        with pytest.raises(ConfigError, match=rf"{name} is .* found {found}\..*{way_out}"):
+            attach(model, optimizer, tmp_path, **{name: given})
 
 
 # --- closures ------------------------------------------------------------------------------------

@@ -8,23 +8,19 @@ import torch
 import egeria
 from egeria import ConfigError
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
-from loops import FAST, Loop
 from menagerie import SPECIMENS
-from scripted import ScriptedController
+from scripted import frozen_loop, scripted_loop
 
 PARTS = SPECIMENS["PartsByName"]
 KEYS = {f"egeria/{name}" for name in ("frozen", "params_frozen", "time_saved_s", "plasticity", "overhead")}
 ALL_KEYS = KEYS | {"egeria/compute_skipped"}
 
 
-def trained(tmp_path, log_to, num_steps=20, **attach):
+def trained(tmp_path, log_to, num_steps=20):
     """Train until something is frozen; return the closed run, and the journal's steps that trackers are to have."""
-    given = {"controller": ScriptedController(), "config": FAST, "directory": tmp_path / "run", "log_to": log_to}
-    loop = Loop(PARTS, given | attach)
-    loop.step(num_steps)
-    assert loop.run.frozen > 0
-    loop.run.close()
-    return loop.run
+    run = frozen_loop(tmp_path / "run", num_steps, log_to=log_to).run
+    run.close()
+    return run
 
 
 def steps_to_log(directory, num_steps):
@@ -76,9 +72,7 @@ def test_a_tracker_that_raises_is_dropped_with_one_warning_and_the_others_go_on(
         broken.append(step)
         raise OSError("no space left")
 
-    loop = Loop(
-        PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path, "log_to": [breaks, calls]}
-    )
+    loop = scripted_loop(tmp_path, log_to=[breaks, calls])
     loop.step(12)
     loop.run.close()
     told = [message for message in loop.warned if "logged" in message]
@@ -130,8 +124,7 @@ def check_mlflow(mlflow, run_id, run):
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # MLflow's own, of the libraries under it
 def test_mlflow_has_the_scalars_in_the_run_that_was_active(mlflow, tmp_path):
-    given = {"controller": ScriptedController(), "config": FAST, "directory": tmp_path / "run", "log_to": mlflow}
-    loop = Loop(PARTS, given)
+    loop = scripted_loop(tmp_path / "run", log_to=mlflow)
     with mlflow.start_run() as active:
         loop.step(21)
     loop.run.close()  # after the run of MLflow has ended: what comes now must not open another

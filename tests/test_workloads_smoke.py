@@ -1,14 +1,20 @@
-"""Each workload of the proving ground, from the command line to a comparison, in its smallest tier."""
+"""Each workload of the proving ground, and the script for GPUs, from the command line in their smallest tiers."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.__main__ import main
+from benchmarks.micro import accelerator
 from benchmarks.proving.comparing.results import read_results
 from benchmarks.workloads.registry import WORKLOADS
 from benchmarks.workloads.workload import MissingDataError, Setting, Workload
+from tests.pieces import ROOT
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 # Each is built as another one that the gate has.
@@ -41,3 +47,20 @@ def skip_without_data(workload: Workload, data: Path) -> None:
         workload.build(Setting(data=data, tier="smoke", seed=0, device=torch.device("cpu")))
     except MissingDataError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.timeout(300)
+def test_the_script_for_gpus_runs_tiny_on_a_cpu_and_keeps_what_it_found(tmp_path):
+    pytest.importorskip("transformers")
+    command = [ROOT / "scripts" / "gpu", tmp_path, "--device", "cpu", "--tiny"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["way"] for row in rows[:6]] == ["plain", "attached", *accelerator.SHARES]
+    assert [row["way"] for row in rows[6:]] == ["plain", "attached", *accelerator.COMPILED_SHARES]
+    depths = [row["frozen"] for row in rows]
+    assert depths[:2] == [0, 0] and depths[2:6] == sorted(depths[2:6]) and depths[5] == rows[0]["num_modules"] - 1
+    assert all(row["iteration_ms"] > 0 and row["peak_bytes"] == 0 for row in rows), "a CPU does not say"
+    page = (tmp_path / "README.md").read_text()
+    assert "| gpt2, compiled | half |" in page and "not told" in page

@@ -1,9 +1,12 @@
 """Laws 4 and 7: freezing and thawing do what a loop would do by hand, and leave nothing behind."""
 
+import functools
+
 import pytest
+import torch
 
 from laws.models import each_that_freezes
-from laws.support import NUM_STEPS, PLANS, ByHand, Training, depths_of, differences, outside
+from laws.support import NUM_STEPS, PLANS, ByHand, Training, decisions, depths_of, differences, outside
 
 pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")  # a law holds whatever is warned of
 FREEZES_AND_THAWS = "0.25:20 0.6:0"
@@ -46,3 +49,25 @@ def test_law_4_freeze_then_thaw_leaves_all_as_before(name, end, tmp_path):
     ours.train()
     by_hand = ByHand(name, [*ours.fronts[:-1], (ours.fronts[-1][0], frozenset())]).train()
     assert differences(by_hand.everything(), ours.everything()) == []
+
+
+@pytest.mark.parametrize("name", ["residual", "transformer", "lora", "branching"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_law_7_a_compiled_model_is_frozen_as_by_hand(name, tmp_path):
+    compiled = functools.partial(torch.compile, backend="eager")
+    attach = {"plan": "step 0:20 step 4:0 step 10:2", "total_steps": 10**6}  # so that each depth repays its compilation
+    ours = Training(name, directory=tmp_path, wrap=compiled, **attach).train(NUM_STEPS)
+    by_hand, found = ByHand(name, ours.fronts).train(NUM_STEPS).everything()["model"], ours.everything()["model"]
+    ours.close()
+    after = outside(ours)
+    assert [key for key in ("needs gradients", "modes", "hooks") if after[key] != ours.before[key]] == []
+    assert len({front for _, front in ours.fronts}) == 3, "it was frozen, thawed, and frozen again"
+    assert [key for key in found if not torch.allclose(by_hand[key], found[key], atol=1e-5)] == []
+
+
+def test_a_fused_sgd_that_could_not_thaw_is_not_begun_frozen(tmp_path):
+    training = Training("residual", directory=tmp_path, plan=PLANS[1])
+    training.optimizer.param_groups[0].update(fused=True, momentum=0.9)
+    training.train()
+    assert [step for step, _ in decisions(tmp_path)] == [10]
+    training.close()

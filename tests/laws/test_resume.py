@@ -1,6 +1,7 @@
 """Law 5: a run that is stopped and resumed is one that was never stopped."""
 
 import pytest
+import torch
 
 from laws.models import each_model_in_time
 from laws.support import Training, decisions, differences, how
@@ -56,3 +57,23 @@ def go_on(name, kind, stop, whole, tmp_path):
     resumed.close()
     if not resumed.spec.is_refused:
         assert max(depth for _, depth in decided) > 0 and decided[-1][0] > stop, "nothing was decided"
+
+
+@pytest.mark.parametrize(("kind", "step"), [("thawed", 4), ("frozen", 10)])
+def test_law_5_a_state_that_is_taken_while_a_decision_is_made_loses_nothing_of_it(kind, step, tmp_path):
+    whole = Training("residual", directory=tmp_path / "whole", **how("plan")).train()
+    first, saved = Training("residual", directory=tmp_path / "first", **how("plan")), []
+    first.run.on_event(lambda event: saved.append(first.save()) if (event.kind, event.step) == (kind, step) else None)
+    first.train(step - 1)
+    inputs, targets = first.batch(step - 1)
+    loss = first.backward(inputs, targets)
+    first.optimizer.step()
+    first.losses.append(loss.item())
+    first.random = torch.get_rng_state(), first.random[1]
+    first.run.step(loss)
+    first.close()
+    second = Training("residual", seed=1, directory=tmp_path / "second", **how("plan"))
+    second.load(saved[0])
+    second.train()
+    assert second.run.frozen == whole.run.frozen
+    assert differences(whole.everything(), second.everything()) == []

@@ -41,8 +41,11 @@ class Reader(nn.Module):
     def forward(self, words: Tensor) -> Any:
         x = self.embed(words) + self.position
         for layer in self.layers:
-            x = layer(x)
+            x = self.run(layer, x)
         return self.output(x)
+
+    def run(self, layer: nn.Module, x: Tensor) -> Any:
+        return layer(x)
 
 
 class Tied(Reader):
@@ -56,21 +59,16 @@ class Tied(Reader):
 class Checkpointed(Reader):
     """Recomputes each layer in the backward pass."""
 
-    def forward(self, words: Tensor) -> Any:
-        x = self.embed(words) + self.position
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.output(x)
+    use_reentrant = False
+
+    def run(self, layer: nn.Module, x: Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=self.use_reentrant)
 
 
-class ReentrantlyCheckpointed(Reader):
+class ReentrantlyCheckpointed(Checkpointed):
     """Recomputes each layer in the backward pass, the old way."""
 
-    def forward(self, words: Tensor) -> Any:
-        x = self.embed(words) + self.position
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return self.output(x)
+    use_reentrant = True
 
 
 class TupleLayer(Layer):
@@ -88,10 +86,10 @@ class Tuples(Reader):
         self.layers = nn.ModuleList([TupleLayer() for _ in range(4)])
 
     def forward(self, words: Tensor) -> Any:
-        x = self.embed(words) + self.position
-        for layer in self.layers:
-            x = layer(x)[0]
-        return (self.output(x),)
+        return (super().forward(words),)
+
+    def run(self, layer: nn.Module, x: Tensor) -> Any:
+        return layer(x)[0]
 
 
 class ByKeyword(Reader):
