@@ -124,7 +124,7 @@ def cases(draw: Any) -> Case:
     if model != "tied" and some(False, True, True):
         switch = st.tuples(moment, st.integers(0, 40), flag)
         given["switches"] = tuple(draw(st.lists(switch, min_size=1, max_size=2)))
-    fault = draw(st.sampled_from(FAULTS[:4] if given["ranks"] > 1 else FAULTS))
+    fault = draw(st.sampled_from(FAULTS[:4] if given["ranks"] > 1 else (*FAULTS, "interrupt", "interrupt")))
     at = draw(st.integers(-1, steps) if fault == "interrupt" else moment)
     given |= {"fault": fault, "at": at, "line": draw(st.integers(1, 400)), "damage": draw(st.integers(0, 10**6))}
     if fault == "interrupt" and given["optimizer"] == "two":  # one might have stepped, and the other not

@@ -97,8 +97,7 @@ ARGUMENTS = {
 }
 
 
-def call_with(call, wrong, tmp_path):
-    model, optimizer = small()
+def call_with(call, wrong, tmp_path, model, optimizer):
     if call.startswith("attach"):
         egeria.attach(**{"model": model, "optimizer": optimizer, "directory": tmp_path / "run", **wrong}).close()
     elif call == "plan":
@@ -116,11 +115,16 @@ def test_a_wrong_argument_is_taken_or_refused_and_the_model_is_left_alone(call, 
     wrong = {data.draw(st.sampled_from(ARGUMENTS[call])): data.draw(odd)}
     if call == "advise" and wrong.get("rounds") is True:
         wrong = {}
+    model, optimizer = small()
+    before = copy.deepcopy(vars(model)), copy.deepcopy(model.state_dict())
     try:
-        call_with(call, wrong, tmp_path)
+        call_with(call, wrong, tmp_path, model, optimizer)
     except EgeriaError as error:
         assert "secret" not in str(error) and len(str(error)) < 2000
         assert str(error).count(".") >= 1, "no next step"
+    assert all(torch.equal(before[1][name], entry) for name, entry in model.state_dict().items())
+    assert vars(model).keys() == before[0].keys() and not model._forward_hooks and not model._forward_pre_hooks
+    assert all(entry.requires_grad and entry.grad is None for entry in model.parameters())
 
 
 @MANY

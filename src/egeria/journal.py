@@ -66,8 +66,8 @@ def read_journal(directory: str | Path) -> Journal:
 
 def _read(path: Path) -> Journal:
     runs, damaged = dict[object, list[Event]](), set[int]()  # runs by their ids
-    # A number that floats cannot hold stays text, which fits no field for numbers.
-    whole = lambda digits: digits if len(digits) > _MOST_DIGITS else int(digits)  # noqa: E731
+    # What stands for a number that floats cannot hold fits no field.
+    whole = lambda text: object() if len(text) > _MOST_DIGITS else int(text)  # noqa: E731
     read = json.JSONDecoder(parse_int=whole).decode
     opened: object = 0  # stands for the id of a run from when there were none
     for number, line in _lines(path):
@@ -231,7 +231,9 @@ def run_directory(given: str | Path | None) -> Path:
     try:
         return Path(RUNS / name if given is None else given).expanduser().absolute()
     except RuntimeError as error:  # there is no such user
-        raise ConfigError(f"directory is a folder, found {given!r}: {error} Give one.") from error
+        raise ConfigError(
+            f"directory is a folder of this host, found {given!r}: {error} Give another."
+        ) from error
 
 
 def check_own(path: Path, mark: bytes) -> None:

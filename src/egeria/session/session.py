@@ -54,7 +54,8 @@ class Session:
         self.clock = Clock(training.total_steps, training.config.plasticity.interval_steps)
         # The newest status of the policy.
         self.status = Status(stage=first_stage(training.config.policy.name))
-        self._has_started = self._has_ended = self._is_lost = False
+        self._has_started = self._has_ended = False
+        self._lost = ""  # why the ranks cannot reach each other any more
         self._meets = False  # whether the ranks of a job exchange values at each decision
         self._call = "run.step"  # of the user, in which ranks meet
         self._asked_at = -1  # the step of the newest decision; -1 before the first one
@@ -100,9 +101,8 @@ class Session:
             self._call = "run.close"
             with self._guard("closing the run"):
                 pass  # the ranks compare what is frozen
-            if self._is_lost:
-                what = "run.close came on some ranks only, and none may thaw alone"
-                raise LostError(f"{what}. Call it on all ranks, or again to thaw this one.")
+            if self._lost:
+                raise LostError(f"{self._lost}. Call it on all ranks, or again to thaw this one.")
 
     def close(self) -> None:
         """Leave the model, the optimizers and the loader as they were found; can be repeated."""
@@ -165,7 +165,7 @@ class Session:
         if self._first is None:
             self.steps.stop_calling()
         with self._guard("a decision"):
-            if self.parts is not None and not self._is_lost:
+            if self.parts is not None and not self._lost:
                 self._decide(self.parts)
             elif clock.step >= clock.ends:
                 self._end_interval(self.frozen)
@@ -248,7 +248,7 @@ class Session:
     def _find_due(self) -> None:
         """Find the next step at which something is to be done."""
         self._due = self.clock.ends
-        if self.parts is not None and not self._is_lost:
+        if self.parts is not None and not self._lost:
             self._due = min(self._due, self.parts.policy.wants.next_step(self._asked_at))
             if self.parts.evaluation is not None:
                 self._due = min(self._due, self.parts.evaluation.due)
@@ -350,10 +350,10 @@ class Session:
             if any(view != views[0] for view in views):
                 raise RankError(f"the ranks do not agree on what is frozen: {views}")
         except LostError as error:  # this rank must not thaw while the others stay frozen
-            self._is_lost, self._meets = True, False
+            self._lost, self._meets = str(error), False
             if self.parts is not None and self.parts.evaluation is not None:
                 self.parts.evaluation.disarm()
-            self.recorder.decline("freezing and thawing any further", str(error), by_each=True)
+            self.recorder.decline("freezing and thawing any further", self._lost, by_each=True)
         except RankError as error:
             self._end(str(error))
         except Exception as error:
