@@ -43,10 +43,9 @@ def wanted_run(policy: str = "none", workload: Workload = TOY, module: str = TOY
 
 
 def told(directory: Path) -> list[dict]:
-    """Return what the journal says of metrics, losses, readings and decisions, without times."""
+    """Return what the journal says of metrics, losses, readings and decisions, without times and ids."""
     records = read_journal(directory).of("metric", "interval", "plasticity", "stage", "frozen", "thawed")
     for record in records:
         record["values"] = {name: value for name, value in record.get("values", {}).items() if name[-2:] != "_s"}
-    return [
-        {name: value for name, value in record.items() if name[-2:] != "_s" and name != "time"} for record in records
-    ]
+    own = ("time", "run")  # of each process
+    return [{name: e for name, e in record.items() if name[-2:] != "_s" and name not in own} for record in records]
