@@ -86,8 +86,7 @@ def _advise(arguments: argparse.Namespace, console: Console) -> int:
         saved = percent(advice.saving(plan))
         console.print(f"The plan {plan!r} would save {saved} of the training time.")
     if file is not None:
-        found = {"egeria": egeria.__version__, **advice.to_dict()}
-        text = json.dumps(found, indent=1) + "\n"
+        text = json.dumps({"egeria": egeria.__version__, **advice.to_dict()}, indent=1) + "\n"
         replace_file(file, MARK, lambda stream: stream.write(text.encode()))
     return 0
 

@@ -22,11 +22,9 @@ from egeria.errors import ConfigError, JournalError, brief, printable, redact
 from egeria.events import SCHEMA_VERSION, Declined, Event, EventsByKind, FaultCaught, read_event
 
 FILE_NAME = "journal.jsonl"
-RUNS = Path("egeria_runs")
 _BEGIN = b'{"event":"journal_opened"'  # of each journal of ours
 _TAIL_BYTES = 2**20  # at the end of a journal, which tell whether it has steps
 _LONGEST_LINE, _MOST_DIGITS = 2**22, 15  # letters, and of a number; what is longer is damaged
-_HEAD_BYTES = 2**12  # of a file, in which its mark must be
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +64,7 @@ def read_journal(directory: str | Path) -> Journal:
 
 def _read(path: Path) -> Journal:
     runs, damaged = dict[object, list[Event]](), set[int]()  # runs by their ids
-    # What stands for a number that floats cannot hold fits no field.
+    # Instead of a number that is too large comes an object, which fits no field.
     whole = lambda text: object() if len(text) > _MOST_DIGITS else int(text)  # noqa: E731
     read = json.JSONDecoder(parse_int=whole).decode
     opened: object = 0  # stands for the id of a run from when there were none
@@ -168,10 +166,7 @@ class Recorder:
             logging.getLogger("egeria").warning(printable(message))
 
     def decline(self, what: str, reason: str, *, by_each: bool = False) -> None:
-        """Journal and say, the first time, what the library will not do, and why.
-
-        `by_each` says it also where another process does.
-        """
+        """Journal and say, once, what the library will not do, and why; `by_each` on all ranks."""
         if what not in self._declined:
             self._declined.add(what)
             self.write(Declined(step=self.step, what=what, reason=reason))
@@ -189,12 +184,14 @@ class Recorder:
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _open_safely(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        self._file = os.fdopen(file, "ab", buffering=0)
+        self._file = os.fdopen(file, "a+b", buffering=0)  # read from anywhere, written at the end
         weakref.finalize(self, self._file.close)  # a run that is never closed must not leak it
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or not _BEGIN.startswith(os.pread(file, len(_BEGIN), 0)):
+        size_bytes = self._file.seek(0, os.SEEK_END)  # a pipe has no place to go to
+        self._file.seek(0)
+        if not _BEGIN.startswith(self._file.read(len(_BEGIN))):
             raise FileExistsError(f"{path} is no journal of egeria. Move it away")
-        tail = os.pread(file, _TAIL_BYTES, max(0, found.st_size - _TAIL_BYTES))
+        self._file.seek(max(0, size_bytes - _TAIL_BYTES))
+        tail = self._file.read()
         self.is_used = re.search(rb'"step":[1-9]', tail) is not None
         self.is_shared = not _lock(file)
         if tail and not tail.endswith(b"\n"):  # the last line is torn
@@ -229,7 +226,7 @@ def run_directory(given: str | Path | None) -> Path:
     """Return the absolute directory of a run; without a given one, one that is new."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     try:
-        return Path(RUNS / name if given is None else given).expanduser().absolute()
+        return Path(f"egeria_runs/{name}" if given is None else given).expanduser().absolute()
     except RuntimeError as error:  # there is no such user
         raise ConfigError(
             f"directory is a folder of this host, found {given!r}: {error} Give another."
@@ -240,7 +237,7 @@ def check_own(path: Path, mark: bytes) -> None:
     """Raise ConfigError where there is something that `replace_file` does not replace."""
     try:
         with suppress(FileNotFoundError), open(path, "rb", opener=_open_safely) as file:
-            if not re.search(mark, file.read(_HEAD_BYTES)):
+            if not re.search(mark, file.read(2**12)):
                 raise FileExistsError("egeria did not write the file that is there")
         if not os.access(path.parent, os.W_OK):
             raise PermissionError("its folder is missing, or cannot be written to")
@@ -282,4 +279,6 @@ def _lock(file: int, *, give_back: bool = False) -> bool:
 
 def _open_safely(path: str | Path, flags: int) -> int:
     """Open a file so that a link is not followed, and a pipe not waited for."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # as far as the system has them
+        flags |= getattr(os, name, 0)
+    return os.open(path, flags, 0o666)

@@ -56,7 +56,7 @@ def exchange(value: Any, call: str = "run.step") -> list[Any]:
     if world_size() == 1:
         return [value]
     found: list[Any] = [None] * world_size()
-    with suppress(Exception):  # then a loss is told without names
+    with suppress(Exception):  # it only serves the message of a LostError
         _count(call, rank(), 1)
     try:
         distributed.all_gather_object(found, (call, value), group=_own_group())

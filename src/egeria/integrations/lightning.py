@@ -70,8 +70,7 @@ class EgeriaCallback(Callback):
         log: bool = True,
     ) -> None:
         if not isinstance(module, str | None):
-            found = type(module).__name__
-            raise ConfigError(f"module takes the name of a submodule, found {found}. Pass that.")
+            raise ConfigError(f"module names a submodule, found {type(module).__name__}. Name one.")
         self.run: Run | None = None
         self._name, self._logs = module, log
         self._config = read_config(config, controller, policy, plan)

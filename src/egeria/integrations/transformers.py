@@ -137,7 +137,7 @@ class EgeriaCallback(TrainerCallback):
             return None
         path, read = self._checkpoint / STATE_FILE, list[dict[str, Any]]()
         try:
-            together(lambda: read.append(dict(torch.load(path, "cpu", weights_only=True))))
+            together(lambda: read.append(dict(torch.load(path, "cpu", weights_only=True))), "train")
         except Exception as error:  # a damaged file may raise anything
             reason = f"{path} cannot be read ({brief(error)}); it begins anew from here"
             self._notes.decline("resuming", reason)

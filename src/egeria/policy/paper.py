@@ -247,11 +247,18 @@ RULES: dict[str, ScheduleRule] = {
 # Fragments of the names of schedulers, and of the functions LambdaLR is given, the most specific
 # first, and the rules that they mean.
 _FRAGMENTS = {
-    **{"restart": "warm_restarts", "cyclic": "cyclic", "onecycle": "one_cycle"},
-    **dict.fromkeys(("wsd", "stable_decay"), "warmup_stable_decay"),
-    **{name: name for name in ("inverse_sqrt", "cosine", "exponential")},
-    **dict.fromkeys(("polynomial", "linear"), "linear"),
-    **dict.fromkeys(("steplr", "plateau"), "step"),
+    "restart": "warm_restarts",
+    "cyclic": "cyclic",
+    "onecycle": "one_cycle",
+    "wsd": "warmup_stable_decay",
+    "stable_decay": "warmup_stable_decay",
+    "inverse_sqrt": "inverse_sqrt",
+    "cosine": "cosine",
+    "exponential": "exponential",
+    "polynomial": "linear",
+    "linear": "linear",
+    "steplr": "step",
+    "plateau": "step",
 }
 
 

@@ -47,10 +47,10 @@ def find_trackers(log_to: Any) -> list[Tracker]:
 
 def _find(entry: Any) -> Tracker:
     is_class = isinstance(entry, type)
-    for name, methods, log in _KINDS:
+    for name, methods, make in _KINDS:
         if not is_class and all(callable(getattr(entry, method, None)) for method in methods):
             own_name = getattr(entry, "__qualname__", type(entry).__name__)
-            return Tracker(name=name or own_name, log=partial(log, entry, {}))
+            return Tracker(name=name or own_name, log=make(entry))
     found = f"the class {entry.__name__}" if is_class else type(entry).__name__
     raise ConfigError(
         "log_to is TensorBoard's SummaryWriter, a W&B or Trackio run, mlflow, a callable "
@@ -58,31 +58,35 @@ def _find(entry: Any) -> Tracker:
     )
 
 
-def _tensorboard(writer: Any, _: Any, values: Mapping[str, float], step: int) -> None:
+def _tensorboard(writer: Any, values: Mapping[str, float], step: int) -> None:
     for name, value in values.items():
         writer.add_scalar(name, value, step)
 
 
-def _mlflow(module: Any, kept: dict[str, str], values: Mapping[str, float], step: int) -> None:
-    module.log_metrics(values, step=step, **kept)
-    if not kept:  # it stays in this run, also when another is active later, or none
-        kept["run_id"] = module.active_run().info.run_id
+def _mlflow(module: Any) -> Log:
+    run: dict[str, str] = {}
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        module.log_metrics(values, step=step, **run)
+        if not run:  # it stays in this run, also when another is active later, or none
+            run["run_id"] = module.active_run().info.run_id
+
+    return log
 
 
-def _wandb(run: Any, _: Any, values: Mapping[str, float], step: int) -> None:
+def _wandb(run: Any, values: Mapping[str, float], step: int) -> None:
     # With `step=` W&B would drop what the user logs at a lower one.
     run.define_metric("egeria/*", step_metric="egeria/step")
     run.log({**values, "egeria/step": step})
 
 
-# Name of an object that has these methods, and what logs to it; the first match counts. It takes
-# the object, a dictionary for what it must remember, values and step.
-_KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., object]], ...] = (
-    ("TensorBoard", ("add_scalar",), _tensorboard),
+# Name and log function of an object that has these methods; the first match counts.
+_KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Log]], ...] = (
+    ("TensorBoard", ("add_scalar",), lambda writer: partial(_tensorboard, writer)),
     ("MLflow", ("log_metrics", "active_run"), _mlflow),
-    ("Weights & Biases", ("log", "define_metric"), _wandb),
-    ("Trackio", ("log", "finish"), lambda run, _, values, step: run.log(values, step=step)),
-    ("", ("__call__",), lambda function, _, values, step: function(values, step)),
+    ("Weights & Biases", ("log", "define_metric"), lambda run: partial(_wandb, run)),
+    ("Trackio", ("log", "finish"), lambda run: lambda values, step: run.log(values, step=step)),
+    ("", ("__call__",), lambda function: function),
 )
 
 
@@ -108,9 +112,8 @@ class Showing:
         """Log to the trackers what is new, and warn if the directory has another run's journal."""
         if self._has_news:
             self.log()
-        is_shared = self._recorder.is_shared
-        if is_shared or (self._recorder.is_used and not self._is_resumed):
-            other = "another run, which is not closed" if is_shared else "another run"
+        if self._recorder.is_shared or (self._recorder.is_used and not self._is_resumed):
+            other = "another run, still open" if self._recorder.is_shared else "another run"
             self._recorder.warn(
                 "a used directory",
                 f"egeria: the report shows this run alone: {self._recorder.directory} already "
@@ -120,8 +123,8 @@ class Showing:
 
     def _read_earlier(self) -> None:
         """Have what was in the journal before count too."""
-        with suppress(JournalError):  # nothing is written
-            found = read_journal(self._recorder.directory or "")
+        with suppress(JournalError):  # nothing is written, or by the first rank alone
+            found = read_journal(self._recorder.directory)  # type: ignore[arg-type]
             if found.events[-1:] == tuple(self._events[-1:]):
                 self._events = [e for e in found if not isinstance(e, events.MetricLogged)]
 

@@ -192,8 +192,9 @@ class Run(AbstractContextManager["Run", None]):
             A function that ends the calls.
         """
         if not callable(callback):
-            found = type(callback).__name__
-            raise ConfigError(f"on_event takes a function of one event, found {found}. Pass one.")
+            raise ConfigError(
+                f"on_event takes a function, found {type(callback).__name__}. Pass it."
+            )
         return self._recorder.listen(callback)
 
     def __repr__(self) -> str:
@@ -242,7 +243,10 @@ class Run(AbstractContextManager["Run", None]):
         self._recorder.write(resumed)
 
     def close(self) -> None:
-        """End the run and leave the model as it was found; can be called again."""
+        """End the run and leave the model as it was found; can be called again.
+
+        Raises LostError where other ranks train on and do not call it.
+        """
         frozen, session = self.frozen, self._session
         if self._last_state is None:
             with suppress(Exception):  # a device that has failed tells no losses

@@ -199,9 +199,8 @@ def agree(
 
 def check_state(state: Any) -> None:
     """Raise StateError on all ranks unless a saved state is whole, and the same moment on all."""
-    damage, moment = _find_damage(state), None
-    if not damage:
-        moment = state["clock"]["step"], (state["engine"] or {}).get("frozen")
+    damage = _find_damage(state)
+    moment = None if damage else (state["clock"]["step"], (state["engine"] or {}).get("frozen"))
     try:
         rows = exchange((damage, moment), "run.load_state_dict")
     except (RankError, LostError) as error:

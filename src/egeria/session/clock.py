@@ -147,12 +147,12 @@ class Clock:
         self.total_steps, self.interval_steps = total_steps, interval_steps or usual
         # Steps so far, the number of intervals so far, and the step at which this one began.
         self.step = self.evaluation = self.began = 0
-        # Median seconds of an iteration in the newest interval with nothing frozen; 0 if unknown.
-        self.iteration_s = 0.0
+        # Median seconds of an iteration in the newest interval with nothing frozen, 0 if unknown;
+        # and CPU seconds spent by a controller process.
+        self.iteration_s = self.controller_cpu_s = 0.0
         self._losses: list[Loss] = []
         # Of the micro-batches since the last step: the sum of their losses, and their number.
         self._held_sum, self.num_held = cast(Loss, 0.0), 0
-        self.controller_cpu_s = 0.0  # spent by a controller process
         self.overhead = self._entered = Seconds()  # so far; and when this `run.step` began
         self._left: Seconds | None = None  # when the newest call of `run.step` returned
         self._iterations: list[Seconds] = []

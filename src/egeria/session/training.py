@@ -23,7 +23,7 @@ from egeria.policy import UnfreezeRule
 from egeria.session.checks import IN_BACKWARD, length_of, reason_to_decline
 from egeria.session.clock import CHECKED_CALLS, NO_STEP
 
-# What trains is taken for adapters below this share of the weights.
+# A model that trains a smaller share of its weights than this is taken to train adapters.
 ADAPTED_SHARE = 0.1
 
 
