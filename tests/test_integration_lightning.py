@@ -210,7 +210,7 @@ def test_a_module_of_parts_is_followed_however_it_calls_them(model, name, tmp_pa
 def test_names_and_settings_outside_their_contract_are_errors():
     with pytest.raises(ConfigError, match=r"found 'nett'.*'net', 'head'"):
         fit(EgeriaCallback("nett"), model=Parts)
-    with pytest.raises(ConfigError, match="takes the name of a submodule"):
+    with pytest.raises(ConfigError, match="names a submodule, found Linear"):
         EgeriaCallback(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="windo"):
         EgeriaCallback(config={"plasticity": {"windo": 3}})
