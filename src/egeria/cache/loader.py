@@ -38,8 +38,8 @@ class ShardSampler(data.DistributedSampler[int]):
         super().__init__(dataset, num_replicas, rank, **options)
         size = len(dataset)
         if self.num_samples <= 0:
-            what = f"{size} samples are too few for {num_replicas} processes"
-            raise ValueError(f"{what}. Pass more, or drop_last=False.")
+            what = f"{size} samples cannot be dealt out to {num_replicas} processes"
+            raise ValueError(f"{what}. Pass more, or leave out drop_last=True.")
         generator = torch.Generator().manual_seed(self.seed)
         dealt = torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
         all_dealt = dealt.repeat(-(-self.total_size // size))[: self.total_size]
