@@ -150,7 +150,7 @@ class Training:
     def _switches(self) -> list[tuple[int, str, bool]]:
         names = list(self.named)
         given = self.case.switches if self.case.ranks == 1 else ()  # DistributedDataParallel does not allow it
-        return [(step, names[number % len(names)], flag) for step, number, flag in given]
+        return [(step, names[number % len(names)], flag) for step, number, flag in sorted(given)]
 
     def _train(self) -> None:
         self.model.train()

@@ -341,7 +341,11 @@ WHY = {
         plan("0.5:2"),
         events.DepthRefused(step=10, asked=2, reason="compiling took 2 s"),
     ],
-    "step 10: the plan is '0.5:1'": [started(config=Config().to_dict()), plan("0.5:1"), interval(10)],
+    "step 10: the plan is '0.5:1 epoch 3:2 0.7:b'": [
+        started(config=Config().to_dict()),
+        plan("0.5:1 epoch 3:2 0.7:b"),
+        interval(10),
+    ],
     "the model is trained from scratch": [started(), plan("", "the model is trained from scratch"), interval(10)],
     "2 readings, at most 4 of them stationary in a row": [started(), reading(20), reading(30, stationary=4)],
 }

@@ -39,6 +39,7 @@ def read_plan(text: str) -> tuple[Move, ...]:
     return tuple(
         Move(float(found["step"] or found["share"]), int(found["depth"]), bool(found["step"]))
         for found in _MOVE.finditer(text)
+        if found["depth"] and not found["epoch"]
     )
 
 
