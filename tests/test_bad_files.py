@@ -3,6 +3,7 @@
 import os
 import time
 import tracemalloc
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -179,6 +180,13 @@ def test_a_file_that_egeria_did_not_write_is_not_overwritten(kind, place, tmp_pa
     assert sorted(tmp_path.iterdir()) == before and (held is None or held == (tmp_path / place).read_bytes())
 
 
+@pytest.mark.parametrize("share", [1e308, -1.0, "0.5"])
+def test_a_run_that_has_not_stepped_yet_has_a_report(share, tmp_path):
+    started = {**STARTED.to_dict(), "modules": [{**MODULE, "share": share}] * 3}
+    write_lines(tmp_path, OPENED, started)
+    assert "resumed" not in str(egeria.report(tmp_path)) and egeria.report(tmp_path).summary.num_resumed == 0
+
+
 @pytest.mark.parametrize("title", ["<title>run: egeria report</title>", None])
 def test_a_page_of_egeria_is_replaced_whole_or_not_at_all(title, tmp_path, monkeypatch):
     write(tmp_path, FROZEN)
@@ -197,7 +205,7 @@ def test_a_page_of_egeria_is_replaced_whole_or_not_at_all(title, tmp_path, monke
 
 
 RAISED = [(OSError(5, "broken"), 1), (RecursionError("deep\x1b[31m"), 1), (KeyboardInterrupt(), 130)]
-RAISED += [(ConfigError("wrong[/x]"), 2), (MemoryError("[/x]"), 1)]
+RAISED += [(ConfigError("wrong[/x]"), 2), (MemoryError("[/x]"), 1), (SystemExit(0), 1), (GeneratorExit(), 1)]
 
 
 @pytest.mark.parametrize(("error", "status"), RAISED)
@@ -243,11 +251,14 @@ def test_a_directory_is_where_it_was_at_attach(given, tmp_path, monkeypatch):
     assert len(read_journal(run.directory)) and not (tmp_path / "here" / "~").exists()
 
 
-@pytest.mark.parametrize("given", ["s3://bucket/run", 7, "~no one here/run"])
+@pytest.mark.parametrize("given", ["s3://bucket/run", Path("s3://u:hush@h/x"), 7, b"x", "~no one here/run", "a\0"])
 def test_a_directory_is_a_folder_of_this_host(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"folder of this host, found {given!r}"):
+    with pytest.raises(ConfigError, match="folder of this host, found") as caught:
         attached(given)
+    assert "hush" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"cache\.directory must be a local folder, found"):
+        egeria.Config.from_dict({"cache": {"directory": str(given) if isinstance(given, Path) else given}})
     assert not list(tmp_path.iterdir())
 
 

@@ -156,7 +156,13 @@ def test_a_checkpoint_of_a_training_without_egeria_is_gone_on_from(tmp_path):
     assert freezes(tmp_path / "run") == [(3, 1), (6, 2)]
 
 
-DAMAGED = {"a list": [5], "no run": {"first_step": 0}, "no state": {"run": [], "first_step": 0}, "a far step": 10**9}
+DAMAGED = {
+    "a list": [5],
+    "a number": torch.tensor(5),
+    "no run": {"first_step": 0},
+    "no state": {"run": [], "first_step": 0},
+}
+DAMAGED |= {f"step {step}": {"first_step": step} for step in (10**9, -5, "x", None)}
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
@@ -165,7 +171,7 @@ def test_from_a_damaged_entry_of_a_checkpoint_training_goes_on_and_freezing_begi
     fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), stopped)
     saved = torch.load(stopped.path, weights_only=True)
     [(name, entry)] = [(key, value) for key, value in saved["callbacks"].items() if "Egeria" in key]
-    saved["callbacks"][name] = {"run": {}, "first_step": 10**9} if damage == "a far step" else DAMAGED[damage]
+    saved["callbacks"][name] = entry | DAMAGED[damage] if damage.startswith("step") else DAMAGED[damage]
     assert entry["first_step"] == 0
     torch.save(saved, stopped.path)
     with pytest.warns(EgeriaWarning, match="it begins anew") as said:

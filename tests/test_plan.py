@@ -364,7 +364,8 @@ def test_a_resumed_run_follows_the_plan_that_it_began_with(tmp_path):
     first = Training(tmp_path / "first", plan="0.5:1 0.75:2").train(24)
     state = first.run.state_dict()
     second = Training(tmp_path / "second", plan="0.6:3")
-    second.run.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"another plan: the state goes on with '0.5:1 0.75:2'"):
+        second.run.load_state_dict(state)
     assert second.run.frozen == 1 and str(second.run.plan) == "0.5:1 0.75:2"
     second.train(TOTAL - 24)
     assert moves(tmp_path / "second") == [(30, 2)]

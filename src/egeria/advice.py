@@ -28,7 +28,7 @@ from egeria.journal import read_journal
 from egeria.model.compile import is_compiled
 from egeria.model.cut import make_modules, settings_of_cut
 from egeria.model.hooks import copies_of_computed
-from egeria.moves import read_plan, resolve, wrong_plan
+from egeria.moves import resolve, wrong_shares
 from egeria.policy import Plan, draw_up, find_plan
 from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.text import mebibytes, percent
@@ -80,10 +80,8 @@ class Advice:
         return self._saving(plan, self.costs)
 
     def _saving(self, plan: str, costs: Sequence[DepthCost]) -> float:
-        check("plan", plan, wrong_plan)
+        check("plan", plan, wrong_shares)
         plan = resolve(plan, [(name,) for name in self.modules], None)
-        if any(move.is_step for move in read_plan(plan)):
-            raise ConfigError(f'plan takes shares such as "0.5:2", found {plan!r}. Divide by all.')
         depths = [cost.depth for cost in costs]  # of others the time is interpolated
         times_s = [cost.iteration_s for cost in costs]
         saved_s = -np.diff(np.interp(range(len(self.modules)), depths, times_s))

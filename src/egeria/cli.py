@@ -22,7 +22,7 @@ from egeria.config import ModulesConfig, check
 from egeria.errors import ConfigError, EgeriaError, brief, printable
 from egeria.journal import check_own, replace_file
 from egeria.model.cut import LayerModule, is_mostly_trained, make_modules, settings_of_cut
-from egeria.moves import wrong_plan
+from egeria.moves import wrong_shares
 from egeria.report.text import percent
 
 ABOUT = "Train faster by freezing layers once they have converged."
@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return verbs[chosen.verb](chosen, Console())
     except EgeriaError as error:
         said, status = str(error), 2
-    except Exception as error:
-        said, status = brief(error), 1
     except KeyboardInterrupt:
         said, status = "interrupted", 130  # as shells count it
+    except BaseException as error:  # also sys.exit in the user's code
+        said, status = brief(error), 1
     said = f"[bold red]egeria {chosen.verb}:[/] {escape(said)}"
     Console(stderr=True).print(said, highlight=False, soft_wrap=True)
     return status
@@ -73,7 +73,7 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
 
 def _advise(arguments: argparse.Namespace, console: Console) -> int:
     plan, file = arguments.plan, arguments.json
-    check("plan", plan or "", wrong_plan)
+    check("plan", plan or "", wrong_shares)
     if file is not None:
         check_own(file, MARK)
     given = _arguments(arguments.training)

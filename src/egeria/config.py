@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -37,8 +38,7 @@ def setting(default: Value, rule: Rule) -> Value:
 
 def check(name: str, value: Any, rule: Rule) -> None:
     """Raise `ConfigError` where the value of a setting breaks its rule."""
-    contract = rule(value)
-    require(not contract, name, contract, value)
+    require(not (contract := rule(value)), name, contract, value)
 
 
 def require(holds: bool, setting: str, contract: str, found: object) -> None:
@@ -75,8 +75,13 @@ def choice(*names: str) -> Rule:
     return satisfies(lambda value: isinstance(value, str) and value in names, f"one of {listed}")
 
 
+def is_local(folder: str) -> bool:
+    """Return whether a text can name a folder of this host: no URL, and a `~` only of a user."""
+    return bool(re.fullmatch(r"(?!\w{2,}:/|~)[^\0]*", os.path.expanduser(folder)))  # noqa: PTH111
+
+
 FLAG_OR_AUTO = satisfies(lambda x: isinstance(x, bool) or x == "auto", "true, false or 'auto'")
-FOLDER = satisfies(lambda x: isinstance(x, str) and x != "" and "://" not in x, "a local folder")
+FOLDER = satisfies(lambda x: isinstance(x, str) and x != "" and is_local(x), "a local folder")
 SHARE = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 POSITIVE = number(lambda value: value > 0, "a finite number above 0")
 
@@ -282,8 +287,7 @@ class Config:
                 raise OSError("it is no regular file")  # a pipe would be waited for
             return cls.from_toml(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, RuntimeError) as error:
-            reason = str(error).rstrip(".")
-            raise ConfigError(f"{path} must be a TOML file: {reason}. Give one.") from error
+            raise ConfigError(f"{path} must be a TOML file: {error}. Give one.") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""

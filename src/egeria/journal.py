@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from egeria.errors import ConfigError, JournalError, brief, printable, redact
+from egeria.config import is_local
+from egeria.errors import ConfigError, EgeriaError, JournalError, brief, redact
 from egeria.events import SCHEMA_VERSION, Declined, Event, EventsByKind, FaultCaught, read_event
 
 FILE_NAME = "journal.jsonl"
@@ -53,9 +54,9 @@ def read_journal(directory: str | Path) -> Journal:
         JournalError: there is no journal, or a newer version of egeria wrote it.
     """
     try:
-        path = Path(directory)
+        path = Path(directory).expanduser()
         return _read(path / FILE_NAME if path.is_dir() else path)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise JournalError(
             f"A run's directory holds a {FILE_NAME}; {directory} cannot be read: {error}. "
             "Give the directory that `attach` was given, or that `run.directory` names."
@@ -161,9 +162,9 @@ class Recorder:
             return
         self._warned.add(what)
         try:
-            warnings.warn(printable(message), EgeriaWarning, stacklevel=2)
-        except EgeriaWarning:  # warnings are errors here; ours must still not stop the training
-            logging.getLogger("egeria").warning(printable(message))
+            warnings.warn(str(EgeriaError(message)), EgeriaWarning, stacklevel=2)
+        except EgeriaWarning as error:  # they are errors here; ours must not stop the training
+            logging.getLogger("egeria").warning(str(error))
 
     def decline(self, what: str, reason: str, *, by_each: bool = False) -> None:
         """Journal and say, once, what the library will not do, and why; `by_each` on all ranks."""
@@ -224,13 +225,14 @@ class Recorder:
 
 def run_directory(given: str | Path | None) -> Path:
     """Return the absolute directory of a run; without a given one, one that is new."""
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-    try:
-        return Path(f"egeria_runs/{name}" if given is None else given).expanduser().absolute()
-    except RuntimeError as error:  # there is no such user
+    if given is None:
+        given = f"egeria_runs/{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    if not (isinstance(given, (str, os.PathLike)) and is_local(str(given))):
         raise ConfigError(
-            f"directory is a folder of this host, found {given!r}: {error} Give another."
-        ) from error
+            f"directory is a folder of this host, found {given!r}. Give a folder, and copy it "
+            "elsewhere when the run has ended."
+        )
+    return Path(given).expanduser().absolute()
 
 
 def check_own(path: Path, mark: bytes) -> None:

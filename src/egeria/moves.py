@@ -91,6 +91,12 @@ def _find_depth(modules: Sequence[Sequence[str]], name: str) -> int:
     )
 
 
+def wrong_shares(text: Any) -> str:
+    """Rule for the text of a plan that needs no length of the training."""
+    has_others = isinstance(text, str) and not {"step", "epoch"}.isdisjoint(text.split())
+    return 'shares such as "0.5:2", no steps or epochs' if has_others else wrong_plan(text)
+
+
 def wrong_plan(text: Any) -> str:
     """Rule for the text of a plan."""
     if not isinstance(text, str):

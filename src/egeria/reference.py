@@ -41,8 +41,7 @@ class Reference:
     """A snapshot of the model in training, in the fastest number format that is exact enough.
 
     A format is exact enough while its SP loss to the float32 snapshot is at most a tenth of the
-    plasticity, which each refresh checks. If it fails, then or later, float32 replaces it for
-    good.
+    plasticity, which each refresh checks. If it fails, float32 replaces it for good.
 
     Args:
         taps: submodules whose activations will be asked for.
@@ -173,8 +172,7 @@ class Reference:
             toolkit = _toolkit()
             layers = dict.fromkeys(linear, toolkit.per_channel_dynamic_qconfig)
             toolkit.quantize_dynamic(model, layers, inplace=True)
-        builder = f"int8, {len(linear)} linear layers, dynamic"
-        return Format(name=name, builder=builder, model=model)
+        return Format(name=name, builder=f"int8, {len(linear)} linear layers, dynamic", model=model)
 
     def _take(self, made: "Format", reason: str = "") -> None:
         """Use this format from now on, for good."""

@@ -125,8 +125,7 @@ class Cache:
 
     def _make_store(self) -> Store:
         if not self.settings.is_on_disk:
-            share = self.settings.memory_share / self.num_local
-            return Store(int(free_memory_bytes() * share))
+            return Store(int(free_memory_bytes() * self.settings.memory_share / self.num_local))
         if self.directory is None:
             raise UncacheableError("there is no directory for a file")
         return FileStore(self.directory, self.settings.limit_bytes)

@@ -204,8 +204,7 @@ class FileStore(Store):
             self.is_full, self.error = True, str(error)
             return
         for key, row, part in zip(keys, rows, parts, strict=True):
-            checksum = zlib.crc32(part.data)
-            self._rows[key] = offset, part.nbytes, row.shape, row.dtype, checksum
+            self._rows[key] = offset, part.nbytes, row.shape, row.dtype, zlib.crc32(part.data)
             offset += part.nbytes
         self.size_bytes = offset
 

@@ -135,4 +135,4 @@ def _describe_loss(call: str, error: Exception) -> str:
         counts = [_count(call, place) for place in range(world_size())]
         missing = [f"rank {place}" for place, n in enumerate(counts) if n < counts[rank()]]
     who = f"{', '.join(missing)} did not come to {call}" if missing else f"in {call}"
-    return f"the ranks could not reach each other: {who} ({brief(error)})"
+    return f"the ranks could not reach each other: {who} ({brief(error)}). Call it on all ranks"

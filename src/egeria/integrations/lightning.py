@@ -97,7 +97,7 @@ class EgeriaCallback(Callback):
         entry = state if isinstance(state, Mapping) else {}  # it may be damaged
         first = entry.get("first_step")
         if not (isinstance(first, int) and 0 <= first <= begins):
-            first = begins
+            entry, first = {}, begins
         run = self._begin(trainer, pl_module, first)
         if state is not None and not resume(run, entry.get("run")):
             self.on_train_end(trainer, pl_module)

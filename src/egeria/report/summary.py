@@ -122,7 +122,7 @@ class Summary(events.EventsByKind):
             first_step=begin.step if isinstance(begin, Resumed) else 0,
             closed=any(isinstance(event, RunClosed) for event in (processes or [[]])[-1]),
             stage=stages[-1],
-            num_resumed=len(processes) - 1,
+            num_resumed=max(0, len(processes) - 1),
             num_other_runs=num_other_runs,
             num_damaged=getattr(found, "num_damaged", 0),
             first_damaged=getattr(found, "first_damaged", None),
@@ -193,7 +193,7 @@ class Summary(events.EventsByKind):
         """Return the share of an iteration's compute that each depth skips."""
         modules = self.started.modules
         forward = [float(entry.get("share", math.nan)) for entry in modules]
-        if not all(map(math.isfinite, forward)):
+        if not all(0 <= share <= 1 for share in forward):
             return {0: 0.0}
         trained = [entry["num_trainable"] / max(1, entry["num_parameters"]) for entry in modules]
         # Freezing a module with nothing to train skips no backward pass.
@@ -273,8 +273,7 @@ def _median(counted: list[tuple[float, int]]) -> float:
     """Return the median of values that each count as often as the number beside them says."""
     ordered = sorted(counted)
     ends = list(itertools.accumulate(amount for _, amount in ordered))
-    middle = (ordered[bisect.bisect(ends, (ends[-1] - odd) // 2)][0] for odd in (1, 0))
-    return sum(middle) / 2
+    return sum(ordered[bisect.bisect(ends, (ends[-1] - odd) // 2)][0] for odd in (1, 0)) / 2
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:

@@ -84,7 +84,7 @@ def attach(
         settings = checks.read_config(config, controller, policy, plan)
         loader = checks.unwrap_loader(loader)
         rule_name, rule = checks.choose_rule(settings, scheduler)
-        given, inner, optimizers = checks.check_training(model, optimizer, total_steps, directory)
+        given, inner, optimizers = checks.check_training(model, optimizer, total_steps)
         _check_unwatched(inner)
         checks.check_plan(settings.policy, inner, loader, total_steps)
         trackers = find_trackers(log_to) if leads else []

@@ -1,6 +1,5 @@
 """Checks the arguments of `attach`, also against other ranks, and what cannot be frozen."""
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -61,7 +60,7 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
 
 
 def check_training(
-    model: Any, optimizer: Any, total_steps: Any, directory: Any
+    model: Any, optimizer: Any, total_steps: Any
 ) -> tuple[nn.Module, nn.Module, list[Optimizer]]:
     """Return the model as the loop calls it, the model without wrappers, and all optimizers."""
     if not isinstance(model, nn.Module):
@@ -71,11 +70,6 @@ def check_training(
     given: nn.Module = _unwrap(model)
     inner = ddp.unwrap(given)
     optimizers = _check_optimizers(inner, optimizer)
-    if not isinstance(directory, (str, os.PathLike, type(None))) or "://" in str(directory):
-        raise ConfigError(
-            f"directory is a folder of this host, found {directory!r}. Give a folder, and copy it "
-            "elsewhere when the run has ended."
-        )
     check("total_steps", total_steps, optional(count()))
     return given, inner, optimizers
 
@@ -216,9 +210,9 @@ def check_state(state: Any) -> None:
 def _find_damage(state: Any) -> str:
     if not isinstance(state, Mapping):
         return f"A state is what run.state_dict() returned, found {_describe(state)}. {GO_ON}"
-    if (schema := state.get("schema")) != STATE_SCHEMA:
+    if (schema := str(state.get("schema"))) != str(STATE_SCHEMA):
         return (
-            f"This egeria reads run states of schema {STATE_SCHEMA}, found {str(schema)[:40]}. "
+            f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema[:40]}. "
             "Load it with the egeria that wrote it, or load the model and the optimizer alone."
         )
     with suppress(Exception):  # what is damaged may be anything

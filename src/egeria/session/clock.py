@@ -252,18 +252,18 @@ class Clock:
 
 def read_loss(loss: Any, what: str = "run.step takes a loss") -> Loss:
     """Return a loss as a number or a 0-d tensor on its device; ConfigError if it is neither."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        if type(loss) is Tensor and loss.is_cpu:
-            return float(loss.detach())
-        # In single precision: not every device has doubles, and micro-batches are summed up.
-        return loss.detach().reshape(()).to(torch.float32, copy=True)
     found, next_step = type(loss).__name__, "Reduce it, as by loss.mean()"
-    with suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(loss, (Tensor, str, bytes)):
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        if type(loss) is Tensor and loss.is_cpu and loss.numel() == 1:
+            return float(loss.detach())
+        if isinstance(loss, Tensor):
+            if loss.numel() == 1 and not (loss.is_meta or loss.is_complex()):
+                # In single precision: not every device has doubles, and micro-batches are summed.
+                return loss.detach().reshape(()).to(torch.float32, copy=True)
+            found = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype} on {loss.device}"
+        elif not isinstance(loss, (str, bytes)):
             return float(loss)
-    if isinstance(loss, Tensor):
-        found = f"a tensor of shape {tuple(loss.shape)}"
-    elif hasattr(loss, "loss"):
+    if hasattr(loss, "loss"):
         next_step = "Pass its `loss`"
     elif isinstance(loss, (str, type(None))):
         found = repr(loss)[:100]

@@ -143,9 +143,7 @@ def make_parts(
 ) -> Parts:
     """Return the parts of a new run, or of one resumed from `engine`; nothing is frozen yet."""
     names, settings = tuple(module.name for module in cut.modules), training.config.policy
-    if engine is not None and settings.name in policies.PLANNED:
-        settings = replace(settings, plan=engine["policy"]["plan"])
-    elif settings.plan is not None:
+    if settings.plan is not None:
         known = [f"{name}." for name, _ in training.model.named_modules()]
         starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
@@ -153,9 +151,13 @@ def make_parts(
     facts = facts_of(training.model, training.optimizers)
     facts["pretrained"] = training.is_pretrained
     plan = policies.find_plan(settings, names, training.total_steps, **facts)
+    if plan is not None and engine is not None:
+        saved = engine["policy"]["plan"]
+        if settings.plan is not None and str(plan) != saved:
+            training.recorder.decline("another plan", f"the state goes on with {saved!r}")
+        plan = policies.Plan.parse(saved, names, training.total_steps, engine["plan_reason"])
     if plan is not None:
         settings = replace(settings, plan=str(plan))
-        plan = replace(plan, reason=engine["plan_reason"]) if engine else plan
     applier = Applier(training, cut, wrapper)
     policy = policies.find_maker(replace(training.config, policy=settings))(
         modules=names,

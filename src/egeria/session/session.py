@@ -102,7 +102,7 @@ class Session:
             with self._guard("closing the run"):
                 pass  # the ranks compare what is frozen
             if self._lost:
-                raise LostError(f"{self._lost}. Call it on all ranks, or again to thaw this one.")
+                raise LostError(f"{self._lost}, or again to thaw this one.")
 
     def close(self) -> None:
         """Leave the model, the optimizers and the loader as they were found; can be repeated."""
