@@ -254,7 +254,7 @@ def read_loss(loss: Any, what: str = "run.step takes a loss") -> Loss:
     """Return a loss as a number or a 0-d tensor on its device; ConfigError if it is neither."""
     found, next_step = type(loss).__name__, "Reduce it, as by loss.mean()"
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        if type(loss) is Tensor and loss.is_cpu and loss.numel() == 1:
+        if type(loss) is Tensor and loss.is_cpu and loss.numel() == 1 and not loss.is_complex():
             return float(loss.detach())
         if isinstance(loss, Tensor):
             if loss.numel() == 1 and not (loss.is_meta or loss.is_complex()):
