@@ -340,7 +340,7 @@ class ByHand:
 
     def at(self, moment: str, loss: float = 0.0) -> None:
         if moment in ("start", "update", "end"):
-            self.freeze(self.course.get((self.training.step, moment), 0) if self._handles else 0)
+            self.freeze(self.course.get((self.training.step, moment), self._depth) if self._handles else 0)
 
     def close(self) -> None:
         self.freeze(0)
