@@ -69,7 +69,6 @@ class Generation:
         # At least one check in an epoch.
         self._check_every = max(1, min(settings.verify_batches, self._epoch_batches - 1))
         self._until_check, self._num_watched, self._largest_error = self._check_every, 0, 0.0
-        self._versions: int | None = None
         self._layout: Layout | None = None  # from the proof of the boundary on
         self._watched: Record | None = None  # of the newest pass before the proof
         self._counts = Counter(hits=0, misses=0, repeats=0, batches=0, checks=0)
@@ -106,13 +105,11 @@ class Generation:
         unreadable = tree.unreadable({"args": batch.args, "kwargs": batch.kwargs})
         require(not unreadable, f"the contents of {unreadable[1:]} cannot be read")
         assert self._layout is not None
-        cut_names, versions = self._layout.cut_names, self.boundary.check()
+        cut_names, is_whole = self._layout.cut_names, self.boundary.check()
         lengths = true_lengths(batch) if cut_names else None
         keys = row_keys(batch, lengths, cut_names)
-        if versions is None or keys is None or (cut_names and lengths is None):
+        if not is_whole or keys is None or (cut_names and lengths is None):
             return None
-        if versions != self._versions:
-            self._versions, self._until_check = versions, 0
         known = [index for index, key in enumerate(keys) if key in self.store]
         kind = self.boundary.kinds.get(signature(batch))
         found = Found(batch=batch, keys=keys, lengths=lengths, known=known, kind=kind)
@@ -193,7 +190,6 @@ class Generation:
             return False
         ignores_padding = is_shown and was_padded and not watched.reads_padding
         self._layout = prove(self.boundary, batch, ignores_padding)
-        self._versions = self.boundary.check()
         return True
 
     def _find_value(self, found: Found, kind: Kind) -> Tensor | None:

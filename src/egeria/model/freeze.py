@@ -144,9 +144,10 @@ class _Held:
 
     def has_moved(self) -> bool:
         """Return whether the parameter has changed since it was frozen."""
-        before, self._version = self._version, self._read_version()
-        is_written = self._version != before and self._sum_bytes() != self._sum
-        return is_written or self.parameter.requires_grad
+        now = self._read_version()
+        if now != self._version and self._sum_bytes() == self._sum:
+            self._version = now  # the same values were written
+        return now != self._version or self.parameter.requires_grad
 
     def _set(self, requires_grad: bool = True) -> Tensor:
         self._is_users = True

@@ -219,9 +219,7 @@ class Run(AbstractContextManager["Run", None]):
 
         A closed run returns its state from before it was closed.
         """
-        if self._last_state is not None:
-            return self._last_state
-        return self._session.state_dict()
+        return self._last_state or self._session.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a saved state; load the model and the optimizer first.
