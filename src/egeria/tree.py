@@ -121,6 +121,11 @@ def take_rows(tree: Tree, count: int) -> Tree:
     return map_tensors(lambda tensor: tensor[:count], tree) if is_cut else tree
 
 
+def sum_bytes(tensor: Tensor) -> int:
+    """Return the sum of a tensor's bytes, for any dtype and without a copy."""
+    return int(own_part(tensor).detach().flatten().view(torch.uint8).sum())
+
+
 def checksum(tree: Tree, total: int = 0) -> int:
     """Return a number that tells trees apart, whatever the order of their keys.
 

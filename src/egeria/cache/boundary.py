@@ -1,7 +1,7 @@
 """The end of a frozen front: records what the rest of the model reads, and gives it back."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,6 @@ from egeria.model.cut import LayerModule
 from egeria.model.hooks import Hook, is_ours, remove
 from egeria.model.passes import Autocast, Batch
 
-Moved = Callable[[], Sequence[str]]  # names the frozen parameters that were changed
 HOOKED = (
     "there is a forward hook on a frozen layer or a module around some, which would read the "
     "stand-ins of skipped layers, or a pre-hook on the model, which would run twice; remove it"
@@ -139,8 +138,7 @@ class Boundary:
         UncacheableError: the layer modules cannot be skipped; the message is the reason.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], moved: Moved) -> None:
-        self._moved, self._versions = moved, -1
+    def __init__(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
         self.model, self.tap, self.name = model, modules[-1].tap, modules[-1].name
         found = {model.get_submodule(name): name for m in modules for name in m.submodules}
         self.roots = {name: root for root, name in found.items()}
@@ -160,6 +158,7 @@ class Boundary:
         self.kinds: dict[Hashable, Kind] = {}  # of calls that were recorded, by `signature`
         odd = {type(w).__name__ for w in weights if type(w) not in (Tensor, nn.Parameter)}
         require(not odd, f"weights of the frozen layers are a tensor subclass ({', '.join(odd)})")
+        self._versions, self._sums = -1, list[int]()
         self.check()
 
     def check(self) -> bool:
@@ -168,7 +167,7 @@ class Boundary:
         Buffers do not count, since DistributedDataParallel copies them in every pass.
 
         Raises:
-            UncacheableError: a frozen parameter trains or was changed, or there is a hook.
+            UncacheableError: a frozen parameter trains or was written to, or there is a hook.
         """
         require(not any(weight.requires_grad for *_, weight in self._slots), TRAINED)
         hooks = [*self.model._forward_pre_hooks.values()]
@@ -180,8 +179,10 @@ class Boundary:
         if any(table.get(key) is not weight for table, key, weight in self._slots):
             return False
         versions = sum(int(weight._version) for *_, weight in self._slots)
-        require(versions == self._versions or not self._moved(), "a frozen weight was changed")
-        self._versions = versions
+        if versions != self._versions:
+            sums = [tree.sum_bytes(weight) for *_, weight in self._slots]
+            require(self._sums in ([], sums), "a weight of the frozen layers was changed")
+            self._versions, self._sums = versions, sums
         return True
 
     def record(self) -> Record:

@@ -1,5 +1,6 @@
 """`Cache`: training passes that skip the frozen front for inputs that have come before."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from egeria.cache.boundary import Boundary, Moved
+from egeria.cache.boundary import Boundary
 from egeria.cache.generation import Call, Generation
 from egeria.cache.rows import FileStore, Store, free_memory_bytes
 from egeria.config import CacheConfig
@@ -47,16 +48,17 @@ class Cache:
         if self.settings.directory is not None:  # at attach: the program may change its folder
             self.directory = run_directory(self.settings.directory)
 
-    def follow(self, modules: Sequence[LayerModule], epochs: float | None, moved: Moved) -> None:
+    def follow(self, modules: Sequence[LayerModule], epochs_ahead: float | None) -> None:
         """Move the boundary to the end of these frozen layer modules; delete what was stored.
 
-        `epochs` says for how long it stays there, None if unknown.
+        `epochs_ahead` says for how long it stays there, None if unknown.
         """
         self.close()
         if not modules:
             return
         self._number += 1
-        if epochs is not None and epochs < LEAST_EPOCHS and self.settings.gate != "open":
+        epochs = math.inf if epochs_ahead is None else epochs_ahead
+        if epochs < LEAST_EPOCHS and self.settings.gate != "open":
             self._decide(
                 modules[-1].name,
                 f"the boundary may move or the run end within {epochs:.1f} epochs, and storing "
@@ -64,13 +66,12 @@ class Cache:
             )
             return
         try:
-            boundary, store = Boundary(self.model, modules, moved), self._make_store()
+            boundary, store = Boundary(self.model, modules), self._make_store()
         except (UncacheableError, OSError) as error:
             self.refuse(modules[-1].name, str(error))
             return
-        self._generation = Generation(
-            boundary, store, self.settings, self.recorder, self.num_batches, self._guard
-        )
+        given = self.settings, self.recorder, self.num_batches
+        self._generation = Generation(boundary, store, *given, self._guard)
         self._decide(boundary.name, "what the front gives is stored from here on", mode="stored")
         attributes = vars(self.model)
         attributes["forward"] = CachedForward(self, self.model, attributes.get("forward"))

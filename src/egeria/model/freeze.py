@@ -124,7 +124,7 @@ class _Held:
         self.name, self.parameter = name, parameter
         self.was_active = parameter.requires_grad  # False if the loop had switched it off
         self._is_users = not self.was_active
-        self._version, self._sum = self._read_version(), self._sum_bytes()
+        self._version, self._sum = self._read_version(), tree.sum_bytes(parameter)
 
     def hold(self) -> None:
         if type(self.parameter) is nn.Parameter:
@@ -144,10 +144,9 @@ class _Held:
 
     def has_moved(self) -> bool:
         """Return whether the parameter has changed since it was frozen."""
-        now = self._read_version()
-        if now != self._version and self._sum_bytes() == self._sum:
-            self._version = now  # the same values were written
-        return now != self._version or self.parameter.requires_grad
+        before, self._version = self._version, self._read_version()
+        is_written = self._version != before and tree.sum_bytes(self.parameter) != self._sum
+        return is_written or self.parameter.requires_grad
 
     def _set(self, requires_grad: bool = True) -> Tensor:
         self._is_users = True
@@ -159,10 +158,6 @@ class _Held:
 
     def _read_version(self) -> int:
         return self.parameter._version + tree.own_part(self.parameter)._version
-
-    def _sum_bytes(self) -> int:
-        """Return a checksum, for any dtype and without a copy."""
-        return int(tree.own_part(self.parameter).flatten().view(torch.uint8).sum())
 
 
 class _Train:

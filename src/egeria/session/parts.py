@@ -85,8 +85,7 @@ class Parts:
             # `window` readings, and as many stationary ones, before the next freeze
             end = min(clock.step + (2 * max(1, window) - 1) * clock.interval_steps, end)
         steps, epoch = max(0.0, end - clock.step), self.epoch_steps
-        epochs = steps / epoch if epoch and steps < math.inf else None
-        cache.follow(frozen, epochs, self.applier.freezer.moved)
+        cache.follow(frozen, steps / epoch if epoch and steps < math.inf else None)
 
     def prepare(self, clock: Clock, status: policies.Status) -> None:
         """Prepare the next evaluation of plasticity, if the policy wants one."""
