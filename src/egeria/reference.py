@@ -283,8 +283,8 @@ def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: 
     for name, part in parts.items():
         part.load_state_dict(ranges[name], strict=False)
         model.set_submodule(name, _toolkit().quantize_fx.convert_fx(part))
-    builder = f"int8, {len(parts)} parts, static"
-    return Format(name="int8", builder=builder, model=model, ranges=ranges)
+    made = f"int8, {len(parts)} parts, static"
+    return Format(name="int8", builder=made, model=model, ranges=ranges)
 
 
 def _ranges_of(part: nn.Module) -> dict[str, Tensor]:

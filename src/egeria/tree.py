@@ -122,8 +122,10 @@ def take_rows(tree: Tree, count: int) -> Tree:
 
 
 def sum_bytes(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bytes, for any dtype and without a copy."""
-    return int(own_part(tensor).detach().flatten().view(torch.uint8).sum())
+    """Return the sum of a tensor's bytes, eight at a time where they can be, without a copy."""
+    held = own_part(tensor).detach().flatten().view(torch.uint8)
+    is_even = held.numel() % 8 == 0 and held.storage_offset() % 8 == 0
+    return int((held.view(torch.int64) if is_even else held).sum())
 
 
 def checksum(tree: Tree, total: int = 0) -> int:

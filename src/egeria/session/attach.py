@@ -78,8 +78,7 @@ def attach(
         ConfigError: an argument is outside its contract, or an open run watches this model.
         RankError, LostError: it failed on another rank, or was not called there.
     """
-    begin = Seconds.now()
-    leads = rank() == 0  # only the first rank keeps a journal and logs
+    begin, leads = Seconds.now(), rank() == 0  # only the first rank keeps a journal and logs
     with all_or_none("attach"):
         settings = checks.read_config(config, controller, policy, plan)
         loader = checks.unwrap_loader(loader)

@@ -283,7 +283,6 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides, as plain data and tensors."""
-        engine = {**self.parts.state_dict(), "asked": self._asked_at} if self.parts else None
         state = {
             "schema": STATE_SCHEMA,
             "clock": self.clock.state_dict(),
@@ -291,7 +290,7 @@ class Session:
             "policy_name": self.training.policy_name,
             "status": asdict(self.status),
             "has_ended": self._has_ended and self._has_started,
-            "engine": engine,
+            "engine": {**self.parts.state_dict(), "asked": self._asked_at} if self.parts else None,
         }
         return {**state, "checksum": tree.checksum(state)}
 
