@@ -98,7 +98,7 @@ class Training:
         if not self.num_updates:
             self._prepare()
             self.pilot.at("start")
-            self._told = [self._pass(*batch, is_last=batch is self._micro[-1]) for batch in self._micro]
+            self._told = [self._pass(*batch, number) for number, batch in enumerate(self._micro, start=1)]
             if case.clips:
                 nn.utils.clip_grad_norm_(parameters, 0.5)
             self.trace.append((self.step, [(entry.grad is None, entry.requires_grad) for entry in parameters]))
@@ -118,7 +118,7 @@ class Training:
         self.pilot.at("tell", told[-1])
         self.pilot.at("end")
 
-    def _pass(self, inputs: Tensor, targets: Tensor, *, is_last: bool) -> float:
+    def _pass(self, inputs: Tensor, targets: Tensor, number: int) -> float:
         case = self.case
         with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
             loss = nn.functional.cross_entropy(self.called(inputs).float(), targets) / case.accumulation
@@ -127,8 +127,9 @@ class Training:
         is_nan = case.nan_at == self.step
         (loss * math.nan if is_nan and case.seed % 3 == 0 else loss).backward()
         told = math.nan if is_nan else float(loss.detach()) * case.accumulation
-        if case.tells_micro and not is_last:
+        if case.tells_micro and number < case.accumulation:
             self.pilot.at("tell", told)
+            self.pilot.at(f"told {number}")  # behind an interrupt a step may be counted as late as here
         return told
 
     def _prepare(self) -> None:
@@ -339,7 +340,7 @@ class ByHand:
             self._handles.append(tap.register_forward_hook(cut))
 
     def at(self, moment: str, loss: float = 0.0) -> None:
-        if moment in ("start", "update", "end"):
+        if moment not in ("tell", "updated"):
             self.freeze(self.course.get((self.training.step, moment), self._depth) if self._handles else 0)
 
     def close(self) -> None:
