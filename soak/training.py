@@ -311,12 +311,12 @@ class Attached:
         self.still_open = [name for name in map(os.path.realpath, links) if str(self.directory) in name]
 
 
-def damage_file(path: Path, number: int) -> None:
-    """Cut a file short, or write something else into it."""
+def damage_file(path: Path, number: int, first: int = 0) -> None:
+    """Cut a file short, or write something else into it, from this byte on."""
     if not path.exists() or not (data := path.read_bytes()):
         return
     draw = random.Random(number)
-    place = draw.randrange(len(data))
+    place = draw.randrange(first, len(data))
     with path.open("r+b") as file:
         file.seek(place)
         file.write(draw.randbytes(draw.choice([1, 200])))

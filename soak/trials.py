@@ -166,7 +166,7 @@ def _killed(case: Case, folder: Path) -> bytes:
 def _resume(case: Case, folder: Path, rank: int, checkpoint: bytes) -> tuple[Training, Attached]:
     saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
     if case.damage % 3 == 1 and case.ranks == 1:
-        damage_file(folder / "run" / "journal.jsonl", case.damage)
+        damage_file(folder / "run" / "journal.jsonl", case.damage, first=30)  # else it is none of ours
 
     def anew() -> tuple[Training, Attached]:
         pilot = Attached(case, folder / ("run" if case.goes_on else "another"))
