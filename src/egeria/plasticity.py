@@ -47,8 +47,7 @@ def pool_map(a: Tensor, largest_map: int) -> Tensor:
 
     An activation of another shape comes back as it is.
     """
-    # The SP loss keeps its curve under pooling by 2 (log-correlation 1.000) and 4 (0.998) at a
-    # fraction of the cost.
+    # The SP loss keeps its curve under pooling by 2 (log-correlation 1.000) and 4 (0.998).
     if a.dim() != 4:
         return a
     factor = 1
@@ -59,7 +58,6 @@ def pool_map(a: Tensor, largest_map: int) -> Tensor:
 
 
 def _similarities(gram_BB: Tensor) -> Tensor:
-    # A power of two changes no digit; without it the squares of very small or large entries leave
-    # float32.
+    # A power of two changes no digit; without it squares of small or large entries leave float32.
     exponent = gram_BB.diagonal().amax().frexp().exponent
     return functional.normalize(gram_BB.ldexp(-exponent), dim=1)

@@ -279,17 +279,15 @@ def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: 
         with undisturbed(model), own.autocast.context():
             model(*own.args, **own.kwargs)
             # Within the block: observers are buffers, which it restores.
-            ranges = {name: _ranges_of(part) for name, part in parts.items()}
+            ranges = {
+                name: {k: v.clone() for k, v in part.state_dict().items() if k.endswith("_val")}
+                for name, part in parts.items()
+            }
     for name, part in parts.items():
         part.load_state_dict(ranges[name], strict=False)
         model.set_submodule(name, _toolkit().quantize_fx.convert_fx(part))
     made = f"int8, {len(parts)} parts, static"
     return Format(name="int8", builder=made, model=model, ranges=ranges)
-
-
-def _ranges_of(part: nn.Module) -> dict[str, Tensor]:
-    state = part.state_dict()
-    return {key: state[key].clone() for key in state if key.endswith(("min_val", "max_val"))}
 
 
 def _with_observers(module: nn.Module) -> nn.Module:

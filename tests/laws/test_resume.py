@@ -77,3 +77,13 @@ def test_law_5_a_state_that_is_taken_while_a_decision_is_made_loses_nothing_of_i
     second.train()
     assert second.run.frozen == whole.run.frozen
     assert differences(whole.everything(), second.everything()) == []
+
+
+def test_law_5_what_the_loop_made_to_train_in_the_frozen_front_trains_on(tmp_path):
+    given = {"plan": "step 2:2", "total_steps": 1600}
+    whole, resumed = (Training("residual", seed=n, directory=tmp_path / str(n), **given) for n in range(2))
+    next(whole.train(3).model.parameters()).requires_grad_(True)
+    resumed.load(whole.train(2).save())
+    assert whole.run.frozen == 2
+    assert differences(whole.train(20).everything(), resumed.train(20).everything()) == []
+    assert not whole.run.frozen

@@ -53,8 +53,7 @@ class ProcessController(Controller):
     Args:
         settings: arguments of `InlineController`.
         timeout_s: seconds without an answer after which the process is given up.
-        load_limit: load of the processors above which it waits, a twelfth of the timeout at most;
-            1 never waits.
+        load_limit: load of the processors above which it waits, at most a twelfth of the timeout.
     """
 
     def __init__(self, settings: tuple[Any, ...], timeout_s: float, load_limit: float) -> None:

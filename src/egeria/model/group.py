@@ -267,12 +267,10 @@ def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
 def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: float) -> list[Group]:
     """Join stages that are too small with the next one, the last with the one before."""
     note = ", joined with a neighbour too small to stand alone"
-
-    def is_small(stage: Group) -> bool:
-        return sum(sizes[stage.start : stage.stop]) < minimum_size
-
     joined = list(stages)
-    while len(joined) > 1 and (small := [i for i, stage in enumerate(joined) if is_small(stage)]):
+    while len(joined) > 1 and (
+        small := [i for i, s in enumerate(joined) if sum(sizes[s.start : s.stop]) < minimum_size]
+    ):
         i = min(small[0], len(joined) - 2)
         front, back = joined[i : i + 2]
         joined[i : i + 2] = [Group(front.start, back.stop, front.reason.removesuffix(note) + note)]

@@ -1,5 +1,6 @@
 """Applies or refuses the depth that a policy asks for: the only code that freezes and thaws."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -96,10 +97,12 @@ class Applier:
             self._recorder.write(frozen)
             self._told = number + 1
 
-    def restore(self, depth: int, *, detaches: bool) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Freeze as deep as in a saved state, which is in the journal already."""
-        self._told, self.detaches = depth, detaches
-        self.set_depth(depth)
+        self._told, self.detaches = saved["frozen"], saved["detaches"]
+        self.set_depth(self._told)
+        for name in saved["trained"]:  # the loop had made them train, in the frozen front
+            self._model.get_parameter(name).requires_grad_(True)
         if self.wrapper is None and is_initialized():  # found in the first forward pass
             self._model.register_forward_pre_hook(Hook(self, Applier._find_wrapper))
 

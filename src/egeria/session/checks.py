@@ -22,7 +22,7 @@ from egeria.moves import resolve
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
 from egeria.session.clock import has_hooks
 
-STATE_SCHEMA = 5  # of what `run.state_dict` returns
+STATE_SCHEMA = 6  # of what `run.state_dict` returns
 GO_ON = "Take an earlier checkpoint, or go on without loading it."
 # Wrappers of frameworks by class name, and the attribute with the user's own object.
 _INNER = {

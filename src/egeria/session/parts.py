@@ -121,14 +121,17 @@ class Parts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
+        named, front = self.training.named(), self.cut.modules[: self.applier.depth]
+        trains = {name for name, entry in named.items() if entry.requires_grad}
         return {
             "cut": asdict(self.cut),
-            "parameters": {n: list(e.shape) for n, e in self.training.named().items()},
+            "parameters": {n: list(e.shape) for n, e in named.items()},
             "cut_by": asdict(self.training.config.modules),
             "policy": self.policy.state_dict(),
             "plan_reason": self.plan.reason if self.plan else "",
             "epoch_steps": self.epoch_steps,
-            "frozen": self.applier.depth,
+            "frozen": len(front),
+            "trained": [n for m in front for n in m.parameters if n in trains],
             "detaches": self.applier.detaches,
             "evaluator": self.evaluation.state_dict() if self.evaluation else None,
         }

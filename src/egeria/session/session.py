@@ -327,7 +327,7 @@ class Session:
             self._first.close()
             self._first = None
         if engine is not None:
-            parts.applier.restore(engine["frozen"], detaches=engine["detaches"])
+            parts.applier.restore(engine)
             parts.prepare(self.clock, self.status)
             if self._cache is not None:
                 parts.move_cache(self._cache, self.clock, self.status.window)
