@@ -68,13 +68,11 @@ def test_boundaries_that_move_begin_anew_and_a_thaw_ends_it(tmp_path):
 
 
 def test_it_is_off_where_nobody_asked_or_nothing_is_to_be_saved(tmp_path):
-    paper = Training(tmp_path / "paper", MEMORY, plan=None, policy="egeria").finish()
-    assert paper.journal(CacheDecided) == []
+    assert Training(tmp_path / "paper", MEMORY, plan=None, policy="egeria").finish().journal(CacheDecided) == []
     for cache, count in ((MEMORY, 0), (FILE, 1)):
         short = Training(tmp_path / f"short{count}", {**cache, "gate": "auto"}, plan="0.95:2").finish()
         assert short.hits == 0 and "within 0.4 epochs" in short.reasons[0] and short.warnings == []
-    off = Training(tmp_path / "off", OFF).finish()
-    assert off.journal(CacheDecided) == []
+    assert Training(tmp_path / "off", OFF).finish().journal(CacheDecided) == []
 
 
 def test_under_a_rule_it_works_where_it_is_asked_for(tmp_path):

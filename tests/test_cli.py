@@ -65,8 +65,7 @@ def train(directory):
 @pytest.fixture
 def run(tmp_path):
     """The directory of a run that froze all it could."""
-    journal = train(tmp_path / "run")
-    assert [event.module for event in journal.of(events.ModuleFrozen)] == [0, 1, 2]
+    assert [event.module for event in train(tmp_path / "run").of(events.ModuleFrozen)] == [0, 1, 2]
     return tmp_path / "run"
 
 

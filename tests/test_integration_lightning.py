@@ -141,8 +141,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_watching_is_the_trainer_alone_bit_for_bit(options, tmp_path):
     plain = end_of(fit(**options))
-    watched = end_of(fit(EgeriaCallback(config=WATCH, directory=tmp_path), **options))
-    assert differences(watched, plain) == []
+    assert differences(end_of(fit(EgeriaCallback(config=WATCH, directory=tmp_path), **options)), plain) == []
     [started] = read_journal(tmp_path).of(RunStarted)
     [closed] = read_journal(tmp_path).of(RunClosed)
     assert started.total_steps == closed.step == plain["step"]
@@ -347,8 +346,7 @@ def test_a_compiled_model_freezes(way, tmp_path, monkeypatch):
             model.net = torch.compile(model.net, backend="eager")
         return torch.compile(model, backend="eager") if way == "the whole module" else model
 
-    trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=compiled)
-    assert trainer.global_step == 20
+    assert fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=compiled).global_step == 20
     assert freezes(tmp_path) == [(6, 1), (12, 2)]
 
 

@@ -211,8 +211,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(config, tmp_path):
     last, again = resumed(tmp_path, EgeriaCallback(config), step=step, max_steps=20)
     assert again == {count: depth for count, depth in frozen.items() if count > step}
     assert_equal(last, whole)
-    journal = assert_clean(tmp_path / "egeria")
-    assert [event.step for event in journal.of(Resumed)] == [step]
+    assert [event.step for event in assert_clean(tmp_path / "egeria").of(Resumed)] == [step]
     assert not (tmp_path / "egeria-2").exists()
 
 

@@ -104,8 +104,7 @@ def test_comparing_a_record_gives_the_same_record(results, tmp_path, capsys):
 
 def test_a_replay_decides_alike_and_shows_the_first_difference(copy, capsys):
     assert bench("replay", copy) == 0
-    said = capsys.readouterr().out
-    assert "1 of 1 runs decide alike; of other policies: 1" in said
+    assert "1 of 1 runs decide alike; of other policies: 1" in capsys.readouterr().out
     journal = run_directory(copy, "egeria") / "journal.jsonl"
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     (first, *_) = [event for event in events if event["event"] == "frozen"]

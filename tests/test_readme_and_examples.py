@@ -172,8 +172,7 @@ def test_the_cluster_example_runs_under_python_and_torchrun_and_goes_on_in_eithe
     checkpoint = ("--checkpoint", tmp_path / "last.pt")
     first = start_job(torchrun, "--epochs", 2, *checkpoint, "--directory", tmp_path / "two")
     assert [line.split()[1] for line in first[:-1]] == ["1", "2"] and first[-1].startswith("accuracy")
-    journal = egeria.read_journal(tmp_path / "two")
-    assert journal.of(RunStarted)[0].total_steps == 2 * (1348 // 64)
+    assert egeria.read_journal(tmp_path / "two").of(RunStarted)[0].total_steps == 2 * (1348 // 64)
     later = start_job((), "--epochs", 3, *checkpoint, "--directory", tmp_path / "one")
     assert [line.split()[1] for line in later[:-1]] == ["3"]
     assert egeria.read_journal(tmp_path / "one").of(Resumed)

@@ -26,8 +26,7 @@ def test_rows_are_taken_of_every_tensor_that_travels_with_the_batch():
 def test_a_batch_is_cut_beside_what_its_loss_is_divided_by():
     """`Trainer` hands that to the model as a scalar."""
     kwargs = {"ids": torch.arange(12).reshape(6, 2), "num_items_in_batch": torch.tensor(12)}
-    batch = Batch.of_call((), kwargs, "cpu")
-    cut = batch.first_rows(4)
+    cut = Batch.of_call((), kwargs, "cpu").first_rows(4)
     assert cut.kwargs["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and cut.kwargs["num_items_in_batch"] == 12
     assert Batch.of_call((), {**kwargs, "scale": torch.tensor(2.0)}, "cpu").first_rows(4).kwargs["ids"].shape == (6, 2)
 
