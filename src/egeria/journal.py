@@ -112,8 +112,7 @@ class EgeriaWarning(UserWarning):
 class Recorder:
     """Appends events to `journal.jsonl` in a directory, and warns the user, each reason once.
 
-    Where nothing can be written, or no more, it warns and raises nothing. A crash loses at most
-    the last line.
+    Where nothing can be written any more it warns and raises nothing. A crash loses a line at most.
 
     Args:
         directory: where the journal lives; None for none, so that only listeners get events.

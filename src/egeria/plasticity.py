@@ -30,8 +30,7 @@ def sp_loss_of_grams(training_BB: Tensor, reference_BB: Tensor) -> Tensor:
         what = "The SP loss compares equal batches of 2 samples or more"
         found = f"found {num_rows} and {len(reference_BB)}. Evaluate both models on the same batch."
         raise ValueError(f"{what}, {found}")
-    difference_BB = _similarities(training_BB) - _similarities(reference_BB)
-    return difference_BB.square().sum() / num_rows**2
+    return (_similarities(training_BB) - _similarities(reference_BB)).square().sum() / num_rows**2
 
 
 def gram(a: Tensor) -> Tensor:
@@ -59,5 +58,4 @@ def pool_map(a: Tensor, largest_map: int) -> Tensor:
 
 def _similarities(gram_BB: Tensor) -> Tensor:
     # A power of two changes no digit; without it squares of small or large entries leave float32.
-    exponent = gram_BB.diagonal().amax().frexp().exponent
-    return functional.normalize(gram_BB.ldexp(-exponent), dim=1)
+    return functional.normalize(gram_BB.ldexp(-gram_BB.diagonal().amax().frexp().exponent), dim=1)

@@ -18,6 +18,7 @@ JUDGED_STEPS = 8  # the mean loss of fewer steps says little
 ALONE = 0.25  # share of the steps in which the last layer module trains alone
 LATE_START = 0.7  # share of the steps after which modules freeze evenly
 LATER_START = 0.8  # the same with SGD and of convolutions: a start at half cost 3.3 points
+AT_ONCE = 0.9  # the same where all but the last freeze at once, since statistics settle slowly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,7 @@ def draw_up(
     adaptive: bool,
     convolutional: bool,
     adapted: bool,
+    norm_steps: float = 0.0,
 ) -> Plan:
     """Return the plan of a training; that of a model trained from scratch freezes nothing.
 
@@ -117,8 +119,9 @@ def draw_up(
             are as long as gradients, and a head that fits leaves the body small ones (record 0048).
         convolutional: whether most weights are convolutions', or there is batch normalisation.
             Such networks lost accuracy when the last layer module trained alone (record 0049).
-        adapted: whether adapters train in place of the weights, as with LoRA: they begin anew in
-            every layer (record 0052).
+        adapted: whether adapters train in place of the weights, as with LoRA (record 0052).
+        norm_steps: over how many steps batch normalisation averages; old statistics cost accuracy
+            in frozen layers (record 0055).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
@@ -128,7 +131,9 @@ def draw_up(
     else:
         start = LATE_START if adaptive and not convolutional else LATER_START
         moves, end, what = even_moves(len(modules), start), start, "everything trains"
-        if start == LATE_START and not adapted and len(modules) > 1:
+        if norm_steps > (1 - AT_ONCE) * total_steps:  # more than are left then
+            moves, end = (Move(AT_ONCE, max(0, len(modules) - 1)),), AT_ONCE
+        elif start == LATE_START and not adapted and len(modules) > 1:
             moves = (Move(0.0, len(modules) - 1), Move(ALONE, 0), *moves)
             end, what = ALONE, "the last layer module trains alone"
         reason = f"pretrained: {what} up to {end:.0%} of the steps"

@@ -181,8 +181,7 @@ class Run(AbstractContextManager["Run", None]):
     def on_event(self, callback: Callable[[events.Event], object]) -> Callable[[], object]:
         """Call `callback` with each event of the journal, until the run is closed.
 
-        Each rank calls its own; only the first one gets events about the controller and the
-        reference model.
+        Each rank calls its own; only the first gets events about controller and reference model.
 
         Args:
             callback: takes an event of `egeria.events`. If it raises, it is not called again.

@@ -28,16 +28,17 @@ ADAPTED_SHARE = 0.1
 
 
 def facts_of(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return what `draw_up` takes beside modules: `adaptive`, `convolutional` and `adapted`."""
+    """Return what `draw_up` takes beside modules, of the model and the optimizers."""
     adaptive = all("betas" in group for optimizer in optimizers for group in optimizer.param_groups)
     parts, total = list(model.modules()), sum(entry.numel() for entry in model.parameters())
     convolutions = nn.ModuleList(p for p in parts if isinstance(p, nn.modules.conv._ConvNd))
     kernels = sum(e.numel() for e in convolutions.parameters())  # `.weight` may be computed anew
-    has_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+    norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     trained = sum(entry.numel() for entry in model.parameters() if entry.requires_grad)
     return {
         "adaptive": adaptive,
-        "convolutional": has_norm or 2 * kernels > total,
+        "convolutional": bool(norms) or 2 * kernels > total,
+        "norm_steps": max((1 / (norm.momentum or 1.0) for norm in norms), default=0.0),
         "adapted": ADAPTED_SHARE * total > trained,
     }
 
@@ -136,8 +137,7 @@ class FirstStep:
         try:
             self._pieces = find_pieces(training.model, pattern)
         except UnsupportedModelError as error:
-            kind = FreezingEndedError if pattern is None else ConfigError
-            raise kind(str(error)) from error
+            raise (FreezingEndedError if pattern is None else ConfigError)(str(error)) from error
         self._training, self.watch = training, Watch(training.model, self._pieces)
         # DistributedDataParallel around the model; None if there is none, or not yet.
         self.wrapper = ddp.find_wrapper(training.given)
