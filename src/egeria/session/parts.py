@@ -122,7 +122,7 @@ class Parts:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         named, front = self.training.named(), self.cut.modules[: self.applier.depth]
-        trains = {name for name, entry in named.items() if entry.requires_grad}
+        trains = {n for n, e in named.items() if e.requires_grad and self.applier.freezer.is_whole}
         return {
             "cut": asdict(self.cut),
             "parameters": {n: list(e.shape) for n, e in named.items()},
