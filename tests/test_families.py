@@ -101,9 +101,7 @@ T5 = {
 }  # fmt: skip
 FAMILIES = {
     "GPT-2": Program(**of("GPT2LMHeadModel", causal, **GPT2), detaches=always),
-    "T5": Program(
-        **of("T5ForConditionalGeneration", causal, **T5), detaches=in_encoder,
-    ),
+    "T5": Program(**of("T5ForConditionalGeneration", causal, **T5), detaches=in_encoder),
     "BART": Program(**of("BartForConditionalGeneration", causal, **BART), detaches=in_encoder),
     "Whisper": Program(
         **of("WhisperForConditionalGeneration", whisper, **BART | {"max_position_embeddings": None},

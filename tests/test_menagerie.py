@@ -133,19 +133,22 @@ def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_refused(tmp_p
         second.load(checkpoint)
 
 
-def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(tmp_path):
+@pytest.mark.parametrize("plan", [None, "step 5:99"])
+def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(plan, tmp_path):
     """Its normalisation layers have trained by then, as those of a model that came trained."""
     specimen = SPECIMENS["residual"]
-    first = Loop(specimen, {"total_steps": 400, "directory": tmp_path / "first"})
+    first = Loop(specimen, {"total_steps": 400, "plan": plan, "directory": tmp_path / "first"})
     first.step(9)
     checkpoint = first.save()
     second = Loop(specimen, seed=9)
     second.model.load_state_dict(torch.load(io.BytesIO(checkpoint), weights_only=False)["model"])
-    second.run = attach(second.model, second.optimizer, directory=tmp_path / "second", total_steps=400)
+    second.run = attach(second.model, second.optimizer, plan=plan, directory=tmp_path / "second", total_steps=400)
     second.load(checkpoint)
     second.step(5)
     assert second.run.modules == first.run.modules
-    assert str(second.run.plan) == str(first.run.plan) == ""
+    assert str(second.run.plan) == str(first.run.plan) == (plan or "")
+    counts = {int(value) for name, value in second.model.state_dict().items() if "num_batches" in name}
+    assert counts == {14 if plan is None else 5}, "also in the last layer module, while that trains alone"
 
 
 def train_parts(names, folder, checkpoints, steps):

@@ -17,11 +17,7 @@ from tests.pieces import CPU, new_training, wanted_run
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 NUM_STEPS = 5 * 32
-TEXTS = {
-    "head-only": "head-only",
-    "freezeout": "freezeout",
-    "autofreeze": "autofreeze:plasticity.interval_steps=12",
-}
+TEXTS = {"head-only": "head-only", "freezeout": "freezeout", "autofreeze": "autofreeze:plasticity.interval_steps=12"}
 
 
 @pytest.fixture

@@ -113,6 +113,8 @@ class Training:
         self.eval = [self.model.get_submodule(name) for module in modules[:depth] for name in module]
         for part in self.eval:
             part.requires_grad_(False).zero_grad()
+        norms = [part for part in self.model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+        self.eval += norms if depth == len(modules) - 1 else []
         self.called = self.wrap()
 
     def train(self, first, last, depths=None, modules=()):
@@ -327,11 +329,7 @@ def declined(how):
     return training.answer(depths)
 
 
-DECLINED = {
-    "bare": "called without DistributedDataParallel",
-    "static_graph": "static_graph=True",
-    "join": "`join()`",
-}
+DECLINED = {"bare": "called without DistributedDataParallel", "static_graph": "static_graph=True", "join": "`join()`"}
 
 
 @pytest.mark.parametrize("how", DECLINED)

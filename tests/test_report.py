@@ -190,12 +190,9 @@ def test_frozen_and_skipped_shares(tmp_path):
         (60, 0, 0.0),
     ]
     assert summary.skipped_share == pytest.approx(2 / 3 * (20 * 0.5 + 10 * 0.8) / 75)
-    assert [summary.steps_frozen(module) for module in range(3)] == [30, 10, 0]
     assert summary.frozen == 0
     died_early = [started(), frozen(0, 0, 0.1)], [started(), events.Resumed(step=15, frozen=1, stage="")]
-    assert summary_of(tmp_path / "died", *died_early).skipped_share <= 0.5, (
-        "also where it froze before the first interval"
-    )
+    assert summary_of(tmp_path / "died", *died_early).skipped_share <= 0.5, "it froze before any interval"
 
 
 def with_overhead(course):

@@ -48,7 +48,4 @@ def _workload(name: str, build) -> Workload:
     return Workload(name=name, metric="accuracy", higher_is_better=True, is_relative=False, paper="", build=build)
 
 
-WORKLOADS = (
-    _workload("toy", build_clusters),
-    _workload("broken", build_broken),
-)
+WORKLOADS = (_workload("toy", build_clusters), _workload("broken", build_broken))

@@ -126,6 +126,10 @@ class ByHand(Twin):
                 parameter.grad = None
         for name in [name for module in self._modules[:depth] if module.parameters for name in module.submodules]:
             self.model.get_submodule(name).eval()
+        last = self._modules[-1].submodules if depth and depth == len(self._modules) - 1 else ()
+        for part in (part for name in last for part in self.model.get_submodule(name).modules()):
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                part.eval()
         for name in self.program.keeps:
             self.model.get_submodule(name).training = True
 

@@ -75,15 +75,12 @@ class Advice:
     obstacles: tuple[str, ...]
     """What the library declined on the copy, with the reasons."""
 
-    def saving(self, plan: str) -> float:
-        """Return the share of the training time that a plan saves, such as "0.5:2 0.75:3"."""
-        return self._saving(plan, self.costs)
-
-    def _saving(self, plan: str, costs: Sequence[DepthCost]) -> float:
+    def saving(self, plan: str, costs: Sequence[DepthCost] = ()) -> float:
+        """Return the share of the time that a plan such as "0.5:2 0.75:3" saves, by all rounds."""
         check("plan", plan, wrong_shares)
         plan = resolve(plan, [(name,) for name in self.modules], None)
-        depths = [cost.depth for cost in costs]  # of others the time is interpolated
-        times_s = [cost.iteration_s for cost in costs]
+        depths = [cost.depth for cost in costs or self.costs]  # between them it is interpolated
+        times_s = [cost.iteration_s for cost in costs or self.costs]
         saved_s = -np.diff(np.interp(range(len(self.modules)), depths, times_s))
         followed = Plan.parse(plan, self.modules, total_steps=1)
         return float(followed.skipped_share(list(saved_s / (times_s[0] + self.reading_s))))
@@ -99,7 +96,7 @@ class Advice:
         if not self.costs[-1].depth:
             return "Not worth it: nothing can be frozen."
         saved, most = map(self.saving, (self._tried, f"0:{len(self.modules)}"))
-        each = [self._saving(self._tried, costs) for costs in self.rounds]
+        each = [self.saving(self._tried, costs) for costs in self.rounds]
         spread = f"{percent(min(each))} to {percent(max(each))} by round"
         saves = f"saves {percent(saved)} of the training time ({spread})"
         worth = "Worth a try" if self.is_worth_it else "Not worth it"

@@ -15,6 +15,7 @@ from laws.models import BATCH, MODELS, NUM_ROWS
 NUM_STEPS = 16
 Front = frozenset[str]
 NONE: Front = frozenset()
+ALL_BUT_ONE = "all but the last"  # in a front beside the names: batch normalisation keeps its statistics
 
 # --- what the library may word anew: texts of plans, settings, names of layer modules, kinds of events ----------------
 
@@ -53,7 +54,8 @@ def how(kind: str) -> dict[str, Any]:
 
 def front(run: egeria.Run) -> Front:
     """Return the names of the parameters in the frozen layer modules; tied weights may be among them."""
-    return frozenset(name for module in run.modules[: run.frozen] for name in module.parameters) if run.frozen else NONE
+    names = [name for module in run.modules[: run.frozen] for name in module.parameters]
+    return frozenset(names + [ALL_BUT_ONE] * (run.frozen == len(run.modules) - 1)) if run.frozen else NONE
 
 
 def decisions(directory: Path) -> list[tuple[int, int]]:
@@ -233,7 +235,8 @@ class ByHand(Training):
             parameter.requires_grad_(name not in frozen)
             if name in frozen:
                 parameter.grad = None
-        self._still = self.still_parts(frozen)
+        norms = {part for part in self.model.modules() if ALL_BUT_ONE in frozen and isinstance(part, nn.BatchNorm2d)}
+        self._still = self.still_parts(frozen) | norms
 
 
 # --- what they are compared by ----------------------------------------------------------------------------------------

@@ -88,10 +88,7 @@ def test_law_2_inline_and_process_decide_alike(name, tmp_path):
 #  3    4        4.5      0.5                0        3    1        1        0                    2, frozen
 #  4    5        4.5      0                  1
 #  5    4.5      4.75     0.25               2, frozen (by a T of the slopes since the thaw, 0.2, it would not be)
-SCRIPT = {
-    0: [9, 7, 5, 3, 1, 2, 1.8, 2.2, 2, 2.1, *(3, 5, 4, 5, 4.5)],
-    1: [4, 2, 0, 1, 2, 0, 4, 2, 0, 4, 2, *(1, 1, 1)],
-}
+SCRIPT = {0: [9, 7, 5, 3, 1, 2, 1.8, 2.2, 2, 2.1, 3, 5, 4, 5, 4.5], 1: [4, 2, 0, 1, 2, 0, 4, 2, 0, 4, 2, *(1, 1, 1)]}
 FALLS_AT = 51
 
 

@@ -28,6 +28,9 @@ class Freezer:
 
     def __init__(self, model: nn.Module, cut: Cut, *, has_hooks: bool = True) -> None:
         self._model, self._cut, self._has_hooks = model, cut, has_hooks
+        # Whether batch normalisation of the last layer module keeps its statistics while it trains
+        # alone: behind a front in eval mode they would follow the last few batches (record 0056).
+        self.keeps_norms = False
         self._held: list[list[_Held]] = []
         self._modes: dict[nn.Module, _Train] = {}
         self._boundary: _Boundary | None = None
@@ -58,7 +61,7 @@ class Freezer:
             for name in (name for name in module.parameters if name in now):
                 self._held[-1].append(_Held(name, now[name]))
                 self._held[-1][-1].hold()
-        self._set_modes(self._find_unused(depth) if depth else [])
+        self._set_modes(self._find_still(depth) if depth else [])
         if depth and detaches and self._has_hooks and self._cut.detaches[depth]:
             self._boundary = _Boundary(self._model, self._cut, depth)
             self._boundary.open()
@@ -76,13 +79,12 @@ class Freezer:
     def _set_modes(self, submodules: list[nn.Module]) -> None:
         """Keep these submodules in eval mode, and no others."""
         for submodule in set(self._modes).difference(submodules):
-            self._modes[submodule].release()
-            del self._modes[submodule]
+            self._modes.pop(submodule).release()
         for submodule in submodules:
             self._modes.setdefault(submodule, _Train(submodule, self._model)).hold()
 
-    def _find_unused(self, depth: int) -> list[nn.Module]:
-        """Return the submodules of frozen layer modules that no active layer uses."""
+    def _find_still(self, depth: int) -> list[nn.Module]:
+        """Return the submodules that stay in eval mode: of the front those no active layer uses."""
         roots = [[self._model.get_submodule(n) for n in m.submodules] for m in self._cut.modules]
         front = [part for own in roots[:depth] for part in own]
         later = {part for own in roots[depth:] for root in own for part in root.modules()}
@@ -97,8 +99,10 @@ class Freezer:
 
         is_ours = [any(entry.was_active for entry in own) for own in self._held[:depth]]
         frozen = [root for index in range(depth) if is_ours[index] for root in roots[index]]
-        parts = dict.fromkeys(part for root in frozen for part in root.modules())
-        return [part for part in parts if not (serves(part) or _needs_mode(part))]
+        keeps = self.keeps_norms and depth == len(roots) - 1
+        norms = (p for p in later if keeps and isinstance(p, nn.modules.batchnorm._BatchNorm))
+        still = {p for root in frozen for p in root.modules() if not serves(p)}.union(norms)
+        return [part for part in still if not _needs_mode(part)]
 
 
 def _needs_mode(part: nn.Module) -> bool:
@@ -182,7 +186,9 @@ class _Train:
         if self._module.training != self._wish:
             follows = self._module.training == self._model.training
             self._wish = None if follows else self._module.training
-        self._module.training = mode and self._was_reset()
+        # `swa_utils.update_bn` computes statistics anew. Unwritten, they are not read off a device.
+        is_written = getattr(self._count, "_version", 0) != self._version
+        self._module.training = mode and is_written and not self._count.item()
         return self._module
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -194,11 +200,6 @@ class _Train:
     def _count(self) -> Any:
         """How many batches are in the statistics of a normalisation layer."""
         return getattr(self._module, "num_batches_tracked", None)
-
-    def _was_reset(self) -> bool:
-        """Return whether statistics are being computed anew (`swa_utils.update_bn`)."""
-        # Without a write it is not read, since it may be on an accelerator.
-        return getattr(self._count, "_version", 0) != self._version and not self._count.item()
 
 
 class _Boundary:

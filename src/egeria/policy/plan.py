@@ -69,8 +69,7 @@ class Plan:
     @property
     def steps(self) -> tuple[int, ...]:
         """How many optimizer steps are done at each move: the first whole one not before it."""
-        times = (move.step(self.total_steps) for move in self.moves)
-        return tuple(math.ceil(time - ROUNDING) for time in times)
+        return tuple(math.ceil(move.step(self.total_steps) - ROUNDING) for move in self.moves)
 
     def skipped_share(self, backward_shares: Sequence[float]) -> float:
         """Return the share of the compute that it skips, given those of the backward passes."""

@@ -69,9 +69,8 @@ def _clock(name: str, clock: Clock) -> tuple[str, ...]:
 def _pace(pace: Pace, summary: Summary) -> tuple[str, ...]:
     wall = percent(ratio(pace.wall_s, summary.wall.unfrozen_iteration_s))
     cpu = percent(ratio(pace.cpu_s, summary.cpu.unfrozen_iteration_s))
-    frozen, steps = str(pace.frozen or "nothing"), f"{pace.num_steps:,}"
-    memory = mebibytes(pace.memory_bytes)
-    return frozen, steps, duration(pace.wall_s), wall, duration(pace.cpu_s), cpu, memory
+    head = str(pace.frozen or "nothing"), f"{pace.num_steps:,}", duration(pace.wall_s), wall
+    return *head, duration(pace.cpu_s), cpu, mebibytes(pace.memory_bytes)
 
 
 def _modules(summary: Summary) -> list[tuple[str, ...]]:
@@ -79,7 +78,8 @@ def _modules(summary: Summary) -> list[tuple[str, ...]]:
     for place, module in enumerate(summary.started.modules):
         state = "frozen" if place < summary.frozen else ""
         state = state if place < summary.started.deepest_freeze else "never frozen"
-        counts = module["num_parameters"], module["num_trainable"], summary.steps_frozen(place)
+        num_steps = sum(point.num_steps for point in summary.depths if point.frozen > place)
+        counts = module["num_parameters"], module["num_trainable"], num_steps
         rows.append((module["name"], *map("{:,}".format, counts), state))
     return rows
 

@@ -185,10 +185,6 @@ class Summary(events.EventsByKind):
             return None
         return ratio(math.fsum(skipped), sum(point.num_steps for point in self.depths))
 
-    def steps_frozen(self, module: int) -> int:
-        """Return for how many steps a layer module was frozen."""
-        return sum(point.num_steps for point in self.depths if point.frozen > module)
-
     def _skipped_shares(self) -> dict[int, float]:
         """Return the share of an iteration's compute that each depth skips."""
         modules = self.started.modules

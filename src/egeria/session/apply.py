@@ -33,6 +33,7 @@ class Applier:
         self._model, self._recorder = training.model, training.recorder
         self._compilation = training.compilation
         self.freezer = Freezer(training.model, cut, has_hooks=training.compilation is None)
+        self.freezer.keeps_norms = not training.is_pretrained  # else it was not measured
         self.wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
         self._told = 0  # the depth according to the journal
         self.detaches = True  # whether boundaries may still be detached
@@ -100,6 +101,7 @@ class Applier:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Freeze as deep as in a saved state, which is in the journal already."""
         self._told, self.detaches = saved["frozen"], saved["detaches"]
+        self.freezer.keeps_norms = saved["keeps_norms"]
         self.set_depth(self._told)
         for name in saved["trained"]:  # the loop had made them train, in the frozen front
             self._model.get_parameter(name).requires_grad_(True)

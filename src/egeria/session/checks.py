@@ -22,7 +22,7 @@ from egeria.moves import resolve
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
 from egeria.session.clock import has_hooks
 
-STATE_SCHEMA = 6  # of what `run.state_dict` returns
+STATE_SCHEMA = 7  # of what `run.state_dict` returns
 GO_ON = "Take an earlier checkpoint, or go on without loading it."
 # Wrappers of frameworks by class name, and the attribute with the user's own object.
 _INNER = {
@@ -151,8 +151,7 @@ def choose_rule(config: Config, scheduler: Any = None) -> tuple[str, UnfreezeRul
     """Return the unfreeze rule by name and as an object; check that the policy can be made."""
     find_maker(config)
     rule, names = config.unfreezing.rule, _scheduler_names(scheduler)
-    if rule == "auto":
-        rule = rule_for_schedule(names)
+    rule = rule_for_schedule(names) if rule == "auto" else rule
     name = rule if isinstance(rule, str) else type(rule).__name__
     return name, find_rule(rule, config.unfreezing.drop_factor)
 

@@ -133,6 +133,7 @@ class Parts:
             "frozen": len(front),
             "trained": [n for m in front for n in m.parameters if n in trains],
             "detaches": self.applier.detaches,
+            "keeps_norms": self.applier.freezer.keeps_norms,
             "evaluator": self.evaluation.state_dict() if self.evaluation else None,
         }
 
