@@ -79,7 +79,8 @@ class Freezer:
     def _set_modes(self, submodules: list[nn.Module]) -> None:
         """Keep these submodules in eval mode, and no others."""
         for submodule in set(self._modes).difference(submodules):
-            self._modes.pop(submodule).release()
+            self._modes[submodule].release()
+            del self._modes[submodule]
         for submodule in submodules:
             self._modes.setdefault(submodule, _Train(submodule, self._model)).hold()
 
