@@ -1,16 +1,19 @@
 """Mixed precision: autocast to bfloat16, on processors that have instructions for it."""
 
 from functools import cache
+from pathlib import Path
 
 import torch
 
 
 @cache
 def has_bfloat16(kind: str) -> bool:
-    """Tell whether bfloat16 beats float32 on this kind of device; without instructions it takes up to 2.5x as long."""
+    """Tell whether bfloat16 beats float32 on this kind of device; it takes 1.5x as long on Intel without AMX."""
+    cpu = Path("/proc/cpuinfo")
+    is_intel = cpu.exists() and "GenuineIntel" in cpu.read_text()
     # Private functions, and some are missing before torch 2.13; there is no other that asks oneDNN.
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return kind != "cpu" or any(getattr(torch.cpu, name, bool)() for name in names)
+    name = "_is_amx_tile_supported" if is_intel else "_is_avx512_bf16_supported"
+    return kind != "cpu" or getattr(torch.cpu, name, bool)()
 
 
 def mixed(device: torch.device, *, enabled: bool = True) -> torch.autocast:

@@ -76,8 +76,7 @@ def load_config(weights: Path, **changes: Any) -> "BertConfig":
     """Return the shape of the model, with its dropout of 0.1; `changes` go to `BertConfig`."""
     from transformers import BertConfig  # noqa: PLC0415
 
-    known = json.loads((weights / "config.json").read_text(encoding="utf8"))
-    return BertConfig.from_dict({**known, **changes})
+    return BertConfig.from_dict({**json.loads((weights / "config.json").read_text(encoding="utf8")), **changes})
 
 
 def load_weights(bert: nn.Module, weights: Path) -> None:

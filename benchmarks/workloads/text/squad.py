@@ -130,8 +130,7 @@ def _quality(
 
 
 def _questions(setting: Setting, split: str, recipe: QuestionRecipe, count: int | None) -> list[Question]:
-    found = read_questions(setting.data, split)
-    return sample(_on_short_paragraphs(found, recipe), count)
+    return sample(_on_short_paragraphs(read_questions(setting.data, split), recipe), count)
 
 
 def _judged_questions(setting: Setting, recipe: QuestionRecipe) -> list[Question]:
