@@ -109,8 +109,7 @@ def test_any_journal_can_be_read_or_is_refused(data, tmp_path_factory):
 def test_any_state_is_the_whole_one_or_is_refused(data, tmp_path_factory):
     run, train = attached(tmp_path_factory.mktemp("run"))
     train(6)
-    whole = run.packed.state_dict()["state"]
-    state = changed(whole, data.draw)
+    state = changed(run.packed.state_dict()["state"], data.draw)
     before = run.state_dict()
     try:
         run.packed.load_state_dict({"state": state})

@@ -219,10 +219,9 @@ def test_nothing_that_is_read_runs_code(tmp_path):
 
 
 def test_every_file_is_read_with_weights_only():
-    source = Path(egeria.__file__).parent
     calls = [
         f"{path.name}: {line.strip()}"
-        for path in source.rglob("*.py")
+        for path in Path(egeria.__file__).parent.rglob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines()
         if re.search(r"torch\.load\(|pickle\.loads?\(", line) and "weights_only=True" not in line
     ]

@@ -245,8 +245,7 @@ def padded(samples):
 def bert(kind):
     transformers = pytest.importorskip("transformers")
     tiny = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=50, num_labels=4, **tiny)
-    return getattr(transformers, kind)(config)
+    return getattr(transformers, kind)(transformers.BertConfig(vocab_size=50, num_labels=4, **tiny))
 
 
 def assert_equal_but_for_rounding(directory, kind, call, cache=MEMORY, depth=2):

@@ -146,8 +146,7 @@ class Recorder:
 
     def listen(self, listener: Callable[[Event], object]) -> Callable[[], object]:
         """Call `listener` with each event from now on; return what ends that."""
-        key = object()
-        self._listeners[key] = listener
+        self._listeners[key := object()] = listener
         return partial(self._listeners.pop, key, None)
 
     def close(self) -> None:

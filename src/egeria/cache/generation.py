@@ -155,8 +155,7 @@ class Generation:
             self._counts["misses"] += len(found.keys)
             return call()
         try:
-            record = self.boundary.record()
-            output = call()
+            record, output = self.boundary.record(), call()
         finally:
             self.boundary.close()
         with self.guard(self):

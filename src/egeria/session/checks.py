@@ -69,9 +69,8 @@ def check_training(
         )
     given: nn.Module = _unwrap(model)
     inner = ddp.unwrap(given)
-    optimizers = _check_optimizers(inner, optimizer)
     check("total_steps", total_steps, optional(count()))
-    return given, inner, optimizers
+    return given, inner, _check_optimizers(inner, optimizer)
 
 
 def _unwrap(given: Any) -> Any:
