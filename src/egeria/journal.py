@@ -146,7 +146,8 @@ class Recorder:
 
     def listen(self, listener: Callable[[Event], object]) -> Callable[[], object]:
         """Call `listener` with each event from now on; return what ends that."""
-        self._listeners[key := object()] = listener
+        key = object()
+        self._listeners[key] = listener
         return partial(self._listeners.pop, key, None)
 
     def close(self) -> None:

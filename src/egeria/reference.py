@@ -132,7 +132,8 @@ class Reference:
 
         It raises what rules the format out, such as an error that is too large at some tap.
         """
-        begin, made = time.perf_counter(), self._build(name, batch)
+        begin = time.perf_counter()
+        made = self._build(name, batch)
         build_s = time.perf_counter() - begin
         if name != "fp32" and plasticity:
             found = made.read(list(plasticity), batch)

@@ -155,7 +155,8 @@ class Generation:
             self._counts["misses"] += len(found.keys)
             return call()
         try:
-            record, output = self.boundary.record(), call()
+            record = self.boundary.record()
+            output = call()
         finally:
             self.boundary.close()
         with self.guard(self):

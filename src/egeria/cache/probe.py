@@ -30,8 +30,8 @@ def prove(boundary: Boundary, batch: Batch, ignores_padding: bool) -> Layout:
     model = boundary.model
     try:
         with undisturbed(model, as_training=True):
-            # The hooks of the record are gone at the end of the block.
-            record, computed = boundary.record(), _run(model, batch)
+            record = boundary.record()  # its hooks are gone at the end of the block
+            computed = _run(model, batch)
     except Exception as error:
         raise UncacheableError(f"the model cannot be run again ({brief(error)})") from error
     kind, value = boundary.learn(batch, record)

@@ -266,7 +266,8 @@ def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
 
 def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: float) -> list[Group]:
     """Join stages that are too small with the next one, the last with the one before."""
-    note, joined = ", joined with a neighbour too small to stand alone", list(stages)
+    note = ", joined with a neighbour too small to stand alone"
+    joined = list(stages)
     while len(joined) > 1 and (
         small := [i for i, s in enumerate(joined) if sum(sizes[s.start : s.stop]) < minimum_size]
     ):

@@ -197,11 +197,13 @@ class Run(AbstractContextManager["Run", None]):
 
     def __repr__(self) -> str:
         summary = self.summary()
-        step, gain_s = progress(summary).removesuffix(" steps"), summary.time_saved_s
+        step, saved_s = progress(summary).removesuffix(" steps"), summary.time_saved_s
         frozen = f"{summary.frozen} of {plural(len(summary.modules), 'layer module')} frozen"
         if not summary.modules:
             frozen = "no layer modules" if summary.step else "no layer modules yet"
-        saved = "time saved not known" if gain_s is None else f"{printable(duration(gain_s))} saved"
+        saved = "time saved not known"
+        if saved_s is not None:
+            saved = f"{printable(duration(saved_s))} saved"
         where = f"closed at step {step}" if summary.closed else f"step {step}"
         return f"<egeria.Run: {where}, {frozen}, {saved}>"
 
