@@ -138,9 +138,6 @@ def test_a_compiled_part_in_a_wrapper_is_seen():
     assert is_compiled(nn.Sequential(model))
 
 
-# --- the stance ----------------------------------------------------------------------------------
-
-
 def test_the_users_own_stance_returns():
     for stance in ("default", "force_eager", "eager_on_recompile"):
         with torch.compiler.set_stance(stance):
@@ -151,9 +148,6 @@ def test_the_users_own_stance_returns():
             compilation.close()
             compilation.close()
             assert settings() == before
-
-
-# --- limits, interrupts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["wait", "begin", "close"])
@@ -173,9 +167,6 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(which):
             break
         at += 1
     assert at > 3
-
-
-# --- seconds -------------------------------------------------------------------------------------
 
 
 def test_a_depth_has_to_repay_the_longest_compiling():

@@ -129,9 +129,7 @@ def next_words(model: Any, number: int, **kwargs: Any) -> Tensor:
 @pytest.mark.parametrize(("plan", "first"), [(PLANS[0], 2), (PLANS[1], 5)])
 def test_what_runs_late_in_front_of_a_detached_boundary_gets_its_gradient(plan, first, tmp_path):
     program = Program(
-        build=Tied,
-        loss=lambda m, n: next_words(m, n, adapts=n >= first),
-        detaches=lambda _tap, step: step < first,
+        build=Tied, loss=lambda m, n: next_words(m, n, adapts=n >= first), detaches=lambda _tap, step: step < first
     )
     check_by_hand(program, tmp_path, plan).run.close()
 
@@ -258,9 +256,7 @@ def perturbed(model: Any, number: int, asks: Callable[[int], bool], found: list[
 def test_the_gradient_of_an_input_is_there_whenever_it_is_asked_for(asks, tmp_path):
     found: list[Tensor] = []
     program = Program(
-        build=Tied,
-        loss=lambda m, n: perturbed(m, n, asks, found),
-        detaches=lambda _tap, step: not asks(step),
+        build=Tied, loss=lambda m, n: perturbed(m, n, asks, found), detaches=lambda _tap, step: not asks(step)
     )
     ours = check_by_hand(program, tmp_path, PLANS[1])
     count = len(found) // 2

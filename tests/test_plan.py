@@ -122,6 +122,8 @@ def test_with_adam_the_last_module_begins_alone_and_without_it_the_front_freezes
     adapted = draw_up(MODULES, **{**facts, "adapted": True}, adaptive=True)
     assert str(adapted) == "0.8:1 0.9:2" and "everything trains up to 70%" in adapted.reason
     assert (adam.modules, adam.total_steps) == (MODULES, 1000)
+    for epoch_steps, share in [(500, 0.25), (100, 0.25), (20, 0.05), (1, 0.0025)]:
+        assert draw_up(MODULES, **facts, adaptive=True, epoch_steps=epoch_steps).moves[1] == (share, 0, False)
     assert [adam.share_at(depth) for depth in range(4)] == pytest.approx([0.55, 0.1, 0.1, 0.25])
     assert [str(draw_up(MODULES[:n], **facts, adaptive=True)) for n in (0, 1, 2)] == ["", "", "0:1 0.25:0"]
     assert [tuple(move)[:2] for move in even_moves(6, start=0.0)] == [(0.2, 1), (0.4, 2), (0.6, 3), (0.8, 4)]
@@ -296,6 +298,39 @@ def test_by_default_a_fine_tuning_follows_a_plan_and_scratch_none(
     assert ("nothing is frozen: the model is trained from scratch" in caplog.text) != pretrained
     assert training.run.frozen == int(expected[-1:] or 0)
     training.run.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate", "saved_at", "planned", "thaws_at"),
+    [
+        ({}, 0.1, 20, 80, 160),
+        ({}, 0.1, 40, 80, 160),
+        ({}, 0.0, 20, 80, 80),
+        ({"loader": [0] * 16}, 0.1, 10, 40, 80),  # twenty epochs
+        ({"loader": [0] * 34}, 0.1, 20, 80, 80),  # nine
+        ({"loader": None}, 0.1, 20, 80, 80),
+        ({"plan": "0:3 0.25:0"}, 0.1, 20, 80, 80),
+    ],
+)
+def test_the_first_phase_is_longer_where_the_loss_falls_far_in_the_first_of_many_epochs(
+    changes, rate, saved_at, planned, thaws_at, tmp_path
+):
+    config = {"modules": {"pattern": r"\d"}, "policy": {"pretrained": True}}
+    given = {"total_steps": 320, "config": config, "loader": [0] * 32, **changes}
+    runs = [Training(tmp_path / name, torch.optim.AdamW, nn.LayerNorm, **given) for name in "ab"]
+    runs[0].optimizer.param_groups[0]["lr"] = runs[1].optimizer.param_groups[0]["lr"] = rate
+    runs[0].train(saved_at)
+    runs[1].model.load_state_dict(runs[0].model.state_dict())
+    runs[1].run.load_state_dict(runs[0].run.state_dict())
+    for training in runs:
+        training.train(170 - saved_at).run.close()
+        assert f"0:3 {thaws_at / 320}:0" in str(training.run.plan)
+    assert moves(tmp_path / "a")[3:] == moves(tmp_path / "b") == [(thaws_at, 0)]
+    made, *changed = read_journal(tmp_path / "a").of(PlanMade)
+    assert f"0:3 {planned / 320}:0" in made.plan and len(changed) == (thaws_at > planned)
+    for event in changed:
+        assert 0 <= event.step - len(given["loader"]) < 4 and event.skipped_share > made.skipped_share
+        assert "alone for longer: the training loss fell from" in event.reason == runs[0].run.plan.reason
 
 
 class Named(nn.Module):

@@ -125,8 +125,7 @@ def spoil_journal(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [(spoil_a_bit, "torn or damaged"), (spoil_journal, "does not reach so far")],
+    ("spoil", "reason"), [(spoil_a_bit, "torn or damaged"), (spoil_journal, "does not reach so far")]
 )
 def test_what_is_damaged_begins_anew_and_says_so(spoil, reason, part_way):
     spoil(part_way / "checkpoint.pt")

@@ -26,9 +26,6 @@ def tell(action):
     return [str(each.message) for each in found if each.category is EgeriaWarning]
 
 
-# --- on_event ----------------------------------------------------------------------------------
-
-
 def test_a_callback_sees_every_event_of_the_journal_from_then_on(tmp_path):
     loop, seen, found = scripted_loop(tmp_path), [], []
     loop.step(4)
@@ -60,9 +57,6 @@ def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goe
     assert loop.run.frozen > 0
 
 
-# --- log lines ---------------------------------------------------------------------------------
-
-
 def test_a_freeze_and_a_thaw_are_one_line_each(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="egeria")
     loop = scripted_loop(tmp_path)
@@ -88,9 +82,6 @@ def test_a_run_too_short_for_its_controller_process_says_so(tmp_path):
     loop.run.close()
     assert "before the controller process came to it" in str(egeria.report(tmp_path))
     assert read_journal(tmp_path).of(PlasticityRead) == []
-
-
-# --- summary, repr, notebooks ------------------------------------------------------------------
 
 
 def assert_as_reported(run, directory):
@@ -150,9 +141,6 @@ def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
     assert "closed at step 20 of 40" in repr(loop.run) and f"{frozen} of" in repr(loop.run)
 
 
-# --- notices -----------------------------------------------------------------------------------
-
-
 def test_a_second_attach_to_a_watched_model_is_refused_and_the_first_goes_on(tmp_path):
     loop = frozen_loop(tmp_path / "first", 20)
     before = outside(loop.model)
@@ -179,9 +167,6 @@ def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second
             cell(number)
         kept[:] = [error.value]
         del error
-
-
-# --- two processes -----------------------------------------------------------------------------
 
 
 LATER = {"IPython", "jinja2", "matplotlib", "multiprocessing.pool", "psutil", "rich", "sklearn", "transformers"}

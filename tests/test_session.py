@@ -341,7 +341,7 @@ def test_a_state_of_another_egeria_or_of_another_model_is_refused(tmp_path):
     state = frozen_loop(tmp_path / "parts").run.state_dict()
     other = scripted_loop(tmp_path / "other", "residual")
     for schema in (1, 99, None):
-        with pytest.raises(StateError, match=f"schema 7, found {schema}"):
+        with pytest.raises(StateError, match=f"schema 8, found {schema}"):
             other.run.load_state_dict({**state, "schema": schema})
     with pytest.raises(StateError, match="another model"):
         other.run.load_state_dict(state)

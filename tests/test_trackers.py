@@ -37,9 +37,6 @@ class Calls:
         self.calls.append((step, values))
 
 
-# --- what is sent ------------------------------------------------------------------------------
-
-
 def test_a_function_gets_the_numbers_once_for_each_step_that_brought_news(tmp_path):
     calls = Calls()
     run = trained(tmp_path, calls, num_steps=21)
@@ -62,9 +59,6 @@ def test_what_is_no_tracker_is_refused(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-# --- what goes wrong ---------------------------------------------------------------------------
-
-
 def test_a_tracker_that_raises_is_dropped_with_one_warning_and_the_others_go_on(tmp_path):
     calls, broken = Calls(), []
 
@@ -78,9 +72,6 @@ def test_a_tracker_that_raises_is_dropped_with_one_warning_and_the_others_go_on(
     told = [message for message in loop.warned if "logged" in message]
     assert len(told) == 1 and "breaks could not be logged to (OSError: no space left)" in told[0]
     assert len(broken) == 1 and len(calls.calls) > 3
-
-
-# --- the real ones -----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own

@@ -25,7 +25,7 @@ class Layers:
 
     def __init__(self, model: nn.Module) -> None:
         is_pretrained = is_mostly_trained(model)
-        self._settings = settings_of_cut(dataclasses.asdict(ModulesConfig()), is_pretrained=is_pretrained)
+        self._settings = settings_of_cut(ModulesConfig(), is_pretrained=is_pretrained)
         names = {name for name, _ in model.named_parameters()}
         self.modules = make_modules(model, seen=names, **self._settings)
         self.parameters = [[model.get_parameter(name) for name in module.parameters] for module in self.modules]

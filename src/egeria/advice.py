@@ -112,8 +112,7 @@ class Advice:
         head = ("frozen", "up to", "of the steps", "iteration", "saved", "CPU", "peak memory")
         rows = [head, *map(self._row, self.costs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        lines += ["", self.verdict]
+        lines = [*("  ".join(map(str.rjust, row, widths)) for row in rows), "", self.verdict]
         if self.costs[-1].depth and not self.plan:
             lines.append("By default nothing is frozen here: give attach a plan, such as this one.")
         return "\n".join([*lines, *(f"Obstacle: {obstacle}" for obstacle in self.obstacles)])
@@ -181,23 +180,26 @@ def plan(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     total_steps: int | None,
+    epoch_steps: int | None = None,
     config: Config | Mapping[str, Any] | str | Path | None = None,
 ) -> Plan | None:
     """Return the plan that `attach` would follow, None under a policy without one.
 
-    The arguments are those of `attach`; the model has its weights loaded. Its layer modules are in
-    the order of definition here, and in a run in the order in which they ran.
+    The arguments are those of `attach`, which learns `epoch_steps`, the optimizer steps of an
+    epoch, from the loader. The model has its weights loaded. Its layer modules are in the order of
+    definition here, and in a run in the order in which they ran.
 
     Raises:
         ConfigError: an argument is outside its contract.
     """
     settings, optimizers = read_config(config, None, None), _checked(model, optimizer)
     check("total_steps", total_steps, optional(count()))
+    check("epoch_steps", epoch_steps, optional(count()))
     pretrained = is_pretrained(settings, model)
-    cut = settings_of_cut(asdict(settings.modules), is_pretrained=pretrained)
+    cut = settings_of_cut(settings.modules, is_pretrained=pretrained)
     names = [module.name for module in make_modules(model, **cut)]
-    facts = facts_of(model, optimizers)
-    return find_plan(settings.policy, names, total_steps, pretrained=pretrained, **facts)
+    facts = {"pretrained": pretrained, "epoch_steps": epoch_steps, **facts_of(model, optimizers)}
+    return find_plan(settings.policy, names, total_steps, **facts)
 
 
 def _checked(model: nn.Module, optimizer: Any) -> list[Optimizer]:

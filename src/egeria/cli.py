@@ -6,7 +6,6 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +107,9 @@ def _modules(arguments: argparse.Namespace, console: Console) -> int:
     if not isinstance(model, nn.Module):
         what, found = f"{arguments.model} must return a torch.nn.Module", type(model).__name__
         raise ConfigError(f"{what}, found {found}. Return the model itself.")
-    settings = asdict(ModulesConfig(pattern=arguments.pattern))
-    settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(model))
-    console.print(_cut_table(model, make_modules(model, **settings)))
+    settings = ModulesConfig(pattern=arguments.pattern)
+    given = settings_of_cut(settings, is_pretrained=is_mostly_trained(model))
+    console.print(_cut_table(model, make_modules(model, **given)))
     console.print("In definition order; a run takes the order of its first step.")
     return 0
 

@@ -266,10 +266,9 @@ def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: 
         has_tap = not name or any(tap.startswith(f"{name}.") for tap in taps)
         is_inside = any(name.startswith(f"{part}.") for part in parts)
         is_altered = any(map(_is_altered, module.modules()))
-        if has_tap or is_inside or is_altered or not _layers(module, _CONVOLUTIONS):
-            continue
-        with suppress(Exception):  # if it cannot be traced, its parts are tried
-            parts[name] = _with_observers(module)
+        if not (has_tap or is_inside or is_altered) and _layers(module, _CONVOLUTIONS):
+            with suppress(Exception):  # if it cannot be traced, its parts are tried
+                parts[name] = _with_observers(module)
     if not parts:
         raise ValueError("no part of the model with a convolution can be traced")
     for name, part in parts.items():

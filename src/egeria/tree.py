@@ -36,8 +36,7 @@ def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     It looks into objects of any class, such as the key-value caches of `transformers`, but not into
     modules, classes and functions.
     """
-    found = _walk(value, name)
-    return (entry for entry in found if isinstance(entry[1], Tensor) or is_plain(entry[1]))
+    return (e for e in _walk(value, name) if isinstance(e[1], Tensor) or is_plain(e[1]))
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -36,14 +36,10 @@ class ShardSampler(data.DistributedSampler[int]):
         num_replicas = ranks.world_size() if num_replicas is None else num_replicas
         rank = ranks.rank() if rank is None else rank
         super().__init__(dataset, num_replicas, rank, **options)
-        size = len(dataset)
         if self.num_samples <= 0:
-            what = f"{size} samples cannot be dealt out to {num_replicas} processes"
+            what = f"{len(dataset)} samples cannot be dealt out to {num_replicas} processes"
             raise ValueError(f"{what}. Pass more, or leave out drop_last=True.")
-        generator = torch.Generator().manual_seed(self.seed)
-        dealt = torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
-        all_dealt = dealt.repeat(-(-self.total_size // size))[: self.total_size]
-        self.own: Tensor = all_dealt[rank::num_replicas]
+        self.own: Tensor = torch.tensor(list(super().__iter__()))  # its part in epoch 0
 
     def __iter__(self) -> Iterator[int]:
         """Yield the samples of this process, in the order of the epoch."""

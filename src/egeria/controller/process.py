@@ -243,8 +243,7 @@ def _answer(controller: InlineController, file: int, ticket: Ticket | None) -> R
     except (Exception, SystemExit) as error:  # a module imported for its classes may exit
         return brief(error)
     reports = controller.poll()
-    failures = [report.reason for report in reports if isinstance(report, Answer) and report.reason]
-    return failures[0] if failures else reports
+    return next((r.reason for r in reports if isinstance(r, Answer) and r.reason), reports)
 
 
 def pack(content: Any, file: int) -> None:

@@ -198,8 +198,7 @@ def _total_steps(trainer: Any) -> int | None:
 
 def _tracker(trainer: Any, logger: Any) -> Tracker:
     """Return what logs to one logger, at once: through `self.log` it would be a metric."""
-
-    def log(values: Mapping[str, float], step: int) -> None:
-        logger.log_metrics(dict(values), step=trainer.global_step)
-
-    return Tracker(name=_kinds(logger)[0], log=log)
+    return Tracker(
+        name=_kinds(logger)[0],
+        log=lambda values, _: logger.log_metrics(dict(values), step=trainer.global_step),
+    )

@@ -107,10 +107,6 @@ class EgeriaCallback(TrainerCallback):
             losses, self._losses, self._counted = self._losses, [], state.global_step
             self.run.step(sum(losses) if losses else math.nan)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run."""
-        self._close()
-
     def _begin(self, state: Any) -> None:
         trainer, saved = self._trainer, self._saved_state()
         # A trial of a search has a folder of its own.
@@ -144,11 +140,13 @@ class EgeriaCallback(TrainerCallback):
             return None
         return read[0]
 
-    def _close(self) -> None:
+    def _close(self, *_: Any, **kwargs: Any) -> None:
         """End the run, if there is one: the model is as it was found."""
         run, self.run, self._losses = self.run, None, []
         if run is not None:
             run.close()
+
+    on_train_end = _close
 
     def _note_loss(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand in for `training_step`, which returns a micro-batch's part of the loss."""

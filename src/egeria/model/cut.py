@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
+from egeria.config import ModulesConfig
 from egeria.errors import UnsupportedModelError
 from egeria.model.group import ATOMS, Group, Piece, find_pieces, group_atoms, name_group, tables_in
 from egeria.model.watch import Node, Watch, reach, sinks
@@ -96,8 +97,7 @@ def make_modules(
     if pattern is None:
         groups = _group(model, atoms, target_share, minimum_share)
     else:
-        reason = f"The pattern {pattern!r} names it"
-        groups = [Group(index, index + 1, reason) for index in range(len(atoms))]
+        groups = [Group(i, i + 1, f"The pattern {pattern!r} names it") for i in range(len(atoms))]
     if seen is None:
         seen = {name for name, entry in model.named_parameters() if entry.requires_grad}
     frozen = {name for name in seen if not (keep and re.search(keep, name))}
@@ -122,13 +122,13 @@ def make_modules(
     )
 
 
-def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict[str, Any]:
+def settings_of_cut(settings: ModulesConfig, *, is_pretrained: bool) -> dict[str, Any]:
     """Return the arguments of `make_modules` for settings of `[modules]`."""
-    is_fine = settings["target_share"] is None and is_pretrained
+    is_fine = settings.target_share is None and is_pretrained
     # Plasticity is evaluated one layer module after the other, so few are better; a plan for a
     # pretrained model freezes many, each at its own time.
-    share = settings["target_share"] or (0.1 if is_fine else 0.2)
-    return {**settings, "target_share": share, "tables_apart": is_fine}
+    share = settings.target_share or (0.1 if is_fine else 0.2)
+    return {**asdict(settings), "target_share": share, "tables_apart": is_fine}
 
 
 @torch.no_grad()

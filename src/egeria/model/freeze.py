@@ -49,8 +49,7 @@ class Freezer:
         """
         kept = depth if self.is_whole else 0
         self.is_whole = False
-        if self._boundary is not None:
-            self._boundary.close()
+        sweep(self._model, self._boundary)  # its hooks, if there is one
         now = dict(self._model.named_parameters(remove_duplicate=False))
         while self.depth > kept:
             for entry in self._held[-1]:  # and the parameter that has replaced it in the model
@@ -222,8 +221,7 @@ class _Boundary:
         def is_in_front(name: str) -> bool:  # inside of a piece, or around some
             return any(is_under(f"{name}.", piece) or is_under(piece, name) for piece in pieces)
 
-        parts = [part for name, part in model.named_modules() if is_in_front(name)]
-        tables = [part._parameters for part in parts]
+        tables = [part._parameters for name, part in model.named_modules() if is_in_front(name)]
         self._places = [(t, name) for t in tables for name in t if t[name] not in used_later]
         # Whether inputs require a gradient: now, and in the last call, which checkpoints repeat.
         self._is_asked = self._was_asked = True
@@ -232,9 +230,6 @@ class _Boundary:
         self._model.register_forward_pre_hook(Hook(self, _Boundary._enter), with_kwargs=True)
         self._model.register_forward_hook(Hook(self, _Boundary._leave), always_call=True)
         self._tap.register_forward_hook(Hook(self, _Boundary._detach))
-
-    def close(self) -> None:
-        sweep(self._model, self)
 
     def _enter(self, _module: nn.Module, args: Any, kwargs: Any = None) -> None:
         self._is_asked = self._was_asked = tree.requires_grad((args, kwargs))

@@ -255,8 +255,7 @@ def keeps_outside(model: nn.Module, output: Any, before: set[int]) -> bool:
     found = [entry for entry in made if id(entry) not in known]
     inside = {id(output), id(found)}
     for module in model.modules():
-        values = vars(module).values()
-        inside |= {id(module), id(vars(module)), id(module._buffers), *map(id, values)}
+        inside |= {id(module), id(vars(module)), *map(id, vars(module).values())}
     holders = gc.get_referrers(*found) if found else []
     return any(id(holder) not in inside and _is_outside(holder) for holder in holders)
 

@@ -164,6 +164,5 @@ def reach(starts: Iterable[Node], stop: Collection[Node] = ()) -> set[Node]:
 def sinks(outputs: Iterable[Node]) -> list[Node]:
     """Return the outputs that no other output is computed from, each once."""
     unique = list(dict.fromkeys(outputs))
-    parents = [parent for node in unique for parent, _ in node.next_functions]
-    inner = reach(parent for parent in parents if parent is not None)
+    inner = reach(p for node in unique for p, _ in node.next_functions if p is not None)
     return [node for node in unique if node not in inner]

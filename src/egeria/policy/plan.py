@@ -4,7 +4,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +15,11 @@ from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
 JUDGED_STEPS = 8  # the mean loss of fewer steps says little
-ALONE = 0.25  # share of the steps in which the last layer module trains alone
+ALONE = (
+    0.25  # share of the steps, of ten epochs at most, in which the last layer module trains alone
+)
+MANY_EPOCHS = 10  # from so many on it trains alone for twice as long if the loss falls far
+FALLEN = 0.4  # it does if after the first epoch it is under this share of the highest one
 LATE_START = 0.7  # share of the steps after which modules freeze evenly
 LATER_START = 0.8  # the same with SGD and of convolutions: a start at half cost 3.3 points
 AT_ONCE = 0.9  # the same where all but the last freeze at once, since statistics settle slowly
@@ -107,6 +111,7 @@ def draw_up(
     convolutional: bool,
     adapted: bool,
     norm_steps: float = 0.0,
+    epoch_steps: int | None = None,
 ) -> Plan:
     """Return the plan of a training; that of a model trained from scratch freezes nothing.
 
@@ -121,6 +126,8 @@ def draw_up(
         adapted: whether adapters train in place of the weights, as with LoRA (record 0052).
         norm_steps: over how many steps batch normalisation averages; old statistics cost accuracy
             in frozen layers (record 0055).
+        epoch_steps: optimizer steps of an epoch; None where that is not known. If it trains alone
+            for many epochs, the last layer module learns few samples by heart (record 0058).
     """
     moves: tuple[Move, ...] = ()
     if not pretrained:
@@ -133,8 +140,9 @@ def draw_up(
         if norm_steps > (1 - AT_ONCE) * total_steps:  # more than are left then
             moves, end = (Move(AT_ONCE, max(0, len(modules) - 1)),), AT_ONCE
         elif start == LATE_START and not adapted and len(modules) > 1:
-            moves = (Move(0.0, len(modules) - 1), Move(ALONE, 0), *moves)
-            end, what = ALONE, "the last layer module trains alone"
+            most = MANY_EPOCHS * (epoch_steps or total_steps) / total_steps
+            end, what = ALONE * min(1.0, most), "the last layer module trains alone"
+            moves = (Move(0.0, len(modules) - 1), Move(round(end, 4) or end, 0), *moves)
         reason = f"pretrained: {what} up to {end:.0%} of the steps"
     return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
@@ -168,7 +176,8 @@ class PlanPolicy:
     """'plan', 'static', 'linear': follows a plan, to the step. 'none': a plan that never moves.
 
     A loss that is not finite, or twice that of the steps before and more than it ever was, thaws
-    everything until the plan's next move.
+    everything until the plan's next move. The first phase of a plan that was drawn up becomes
+    longer in a long training whose loss falls far in the first epoch, where all samples are new.
     """
 
     def __init__(
@@ -178,15 +187,25 @@ class PlanPolicy:
         modules: Sequence[str],
         deepest: int,
         total_steps: int | None,
+        plan: Plan | None = None,
+        epoch_steps: int | None = None,
         **_: Any,
     ) -> None:
         self._deepest = deepest
         self._loss, self._highest = math.inf, -math.inf  # of the newest steps judged, and of all
         self._losses = list[float | None]()  # of the steps since then
         self._thawed_at = -1  # the step at which the loss thawed, until the next move
-        self.plan = Plan.parse(config.policy.plan or "", modules, total_steps)
+        self.plan = plan or Plan.parse(config.policy.plan or "", modules, total_steps)
+        is_long = epoch_steps and round((total_steps or 0) / epoch_steps) >= MANY_EPOCHS
+        may_change = config.policy.plan is None and 0 in [move.depth for move in self.plan.moves]
+        # The last step of the first epoch, until the loss there is judged; 0 if it is not.
+        self._first_epoch = (epoch_steps or 0) if is_long and may_change else 0
+
+    @property
+    def wants(self) -> Wants:
+        """The steps at which the plan changes what is frozen."""
         changes = (step for step in self.plan.steps if self._depth(step) != self._depth(step - 1))
-        self.wants = Wants(steps=tuple(changes))
+        return Wants(steps=tuple(changes))
 
     def _depth(self, step: int) -> int:
         return min(self.plan.depth_at(step), self._deepest)
@@ -197,6 +216,10 @@ class PlanPolicy:
         if interval.num_steps and (reason := self._judge_loss(interval)) and interval.frozen:
             self._thawed_at = step
             return Depth(0, reason)
+        if 0 < self._first_epoch <= step:
+            self._first_epoch = 0
+            if interval.frozen and 0 <= self._loss < FALLEN * self._highest:
+                self._train_longer_alone()
         move = self.wants.next_step(self._thawed_at)
         depth = 0 if 0 <= self._thawed_at <= step < move else self._depth(step)
         # What was refused is not asked for again at the end of each interval.
@@ -205,6 +228,12 @@ class PlanPolicy:
         done = f"{step / total:.1%} of the training is" if total else f"{step} steps are"
         what = f"{depth} layer module{'' if depth == 1 else 's'}" if depth else "nothing"
         return Depth(depth, f"{done} done, and the plan freezes {what} from here on")
+
+    def _train_longer_alone(self) -> None:
+        moves = [m if m.depth else m._replace(time=2 * m.time) for m in self.plan.moves]
+        fell = f"fell from {self._highest:.3g} to {self._loss:.3g} within the first epoch"
+        reason = f"the last layer module trains alone for longer: the training loss {fell}"
+        self.plan = replace(self.plan, moves=tuple(moves), reason=reason)
 
     def _judge_loss(self, interval: Interval) -> str:
         """Take in the loss of an interval; return why it is no time to have anything frozen."""
@@ -223,9 +252,9 @@ class PlanPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the text of the plan, and what was seen of the loss."""
-        seen = [self._loss, self._highest, self._thawed_at, *self._losses]
+        seen = [self._loss, self._highest, self._thawed_at, self._first_epoch, *self._losses]
         return {"plan": str(self.plan), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what was seen of the loss; the policy was made with the plan of the state."""
-        self._loss, self._highest, self._thawed_at, *self._losses = state["seen"]
+        self._loss, self._highest, self._thawed_at, self._first_epoch, *self._losses = state["seen"]

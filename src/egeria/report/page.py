@@ -15,7 +15,7 @@ import matplotlib
 from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 
-from egeria.events import Event, IntervalMeasured, PlanMade, PlasticityRead
+from egeria.events import Event, IntervalMeasured, ModuleFacts, PlanMade, PlasticityRead
 from egeria.moves import read_plan
 from egeria.report import text
 from egeria.report.summary import Clock, Pace, Summary, ratio
@@ -54,16 +54,15 @@ def render_page(summary: Summary) -> str:
         clocks=[_clock("wall", summary.wall), _clock("CPU", summary.cpu)],
         paces=[_pace(pace, summary) for pace in summary.paces],
         events=[_event(event) for event in summary.events if event.kind not in UNLISTED],
-        modules=_modules(summary),
+        modules=[_module(place, e, summary) for place, e in enumerate(started.modules)],
         settings={"run": limits, **started.config, "environment": started.environment},
     )
 
 
 def _clock(name: str, clock: Clock) -> tuple[str, ...]:
-    times = (clock.training_s, clock.overhead_s, clock.unfrozen_s, clock.saved_s)
-    training, overhead, unfrozen, saved = map(duration, times)
-    shares = percent(clock.overhead_share), percent(clock.saved_share, signed=True)
-    return name, training, overhead, shares[0], unfrozen, saved, shares[1]
+    overhead = duration(clock.overhead_s), percent(clock.overhead_share)
+    saved = duration(clock.saved_s), percent(clock.saved_share, signed=True)
+    return name, duration(clock.training_s), *overhead, duration(clock.unfrozen_s), *saved
 
 
 def _pace(pace: Pace, summary: Summary) -> tuple[str, ...]:
@@ -73,15 +72,12 @@ def _pace(pace: Pace, summary: Summary) -> tuple[str, ...]:
     return *head, duration(pace.cpu_s), cpu, mebibytes(pace.memory_bytes)
 
 
-def _modules(summary: Summary) -> list[tuple[str, ...]]:
-    rows = []
-    for place, module in enumerate(summary.started.modules):
-        state = "frozen" if place < summary.frozen else ""
-        state = state if place < summary.started.deepest_freeze else "never frozen"
-        num_steps = sum(point.num_steps for point in summary.depths if point.frozen > place)
-        counts = module["num_parameters"], module["num_trainable"], num_steps
-        rows.append((module["name"], *map("{:,}".format, counts), state))
-    return rows
+def _module(place: int, module: ModuleFacts, summary: Summary) -> tuple[str, ...]:
+    state = "frozen" if place < summary.frozen else ""
+    state = state if place < summary.started.deepest_freeze else "never frozen"
+    num_steps = sum(point.num_steps for point in summary.depths if point.frozen > place)
+    counts = module["num_parameters"], module["num_trainable"], num_steps
+    return module["name"], *map("{:,}".format, counts), state
 
 
 def _event(event: Event) -> tuple[str, ...]:

@@ -120,9 +120,9 @@ class Summary(events.EventsByKind):
             total_steps=started.total_steps,
             step=max([step, *(event.step for event in kept)]),
             first_step=begin.step if isinstance(begin, Resumed) else 0,
-            closed=any(isinstance(event, RunClosed) for event in (processes or [[]])[-1]),
+            closed=any(isinstance(event, RunClosed) for event in processes[-1]),
             stage=stages[-1],
-            num_resumed=max(0, len(processes) - 1),
+            num_resumed=len(processes) - 1,
             num_other_runs=num_other_runs,
             num_damaged=getattr(found, "num_damaged", 0),
             first_damaged=getattr(found, "first_damaged", None),
@@ -148,11 +148,10 @@ class Summary(events.EventsByKind):
         """The frozen depth over the run, one point for each change."""
         course, depth = {self.first_step: 0}, 0  # by step
         for event in self.events:
-            after, is_end = depth, isinstance(event, Declined) and event.what == "freezing"
+            is_end = isinstance(event, Declined) and event.what == "freezing"
+            after = 0 if is_end or isinstance(event, events.Thawed) else depth
             if isinstance(event, (events.ModuleFrozen, Resumed)):
                 after = event.frozen
-            elif isinstance(event, events.Thawed) or is_end:
-                after = 0
             if after != depth:
                 depth = course[event.step] = after
         ends = [*list(course)[1:], self.step]
@@ -278,11 +277,10 @@ def ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def _course(found: Iterable[Event]) -> tuple[list[list[Event]], int]:
-    """Return the events of the newest run, by process, and the number of other runs."""
-    processes: list[list[Event]] = []
+    """Return the events of the newest run by process, at least one; and the number of others."""
+    processes: list[list[Event]] = [[]]
     for event in found:
-        is_start = isinstance(event, RunStarted)
-        if not processes or (is_start and any(isinstance(e, RunStarted) for e in processes[-1])):
+        if isinstance(event, RunStarted) and any(isinstance(e, RunStarted) for e in processes[-1]):
             processes.append([])
         processes[-1].append(event)
     kept: list[list[Event]] = []

@@ -31,7 +31,6 @@ class Applier:
     def __init__(self, training: Training, cut: Cut, wrapper: Any) -> None:
         self._training, self.cut = training, cut
         self._model, self._recorder = training.model, training.recorder
-        self._compilation = training.compilation
         self.freezer = Freezer(training.model, cut, has_hooks=training.compilation is None)
         self.freezer.keeps_norms = not training.is_pretrained  # else it was not measured
         self.wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
@@ -49,7 +48,7 @@ class Applier:
 
     def open(self) -> None:
         """Watch for pieces that first run later: one may train in front of a detached boundary."""
-        if self._compilation is not None or not any(self.cut.detaches):
+        if self._training.compilation is not None or not any(self.cut.detaches):
             return
         ran = {name for module in self.cut.modules for name in module.submodules}
         for piece in find_pieces(self._model, self._training.config.modules.pattern):
@@ -62,12 +61,15 @@ class Applier:
             return self.limit or "the last layer module is never frozen"
         if depth < 0:
             return "a depth is 0 or more"
-        if depth and any(map(_starts_momentum_at_once, self._training.optimizers)):
+        # One that has not stepped yet makes all momenta in its first step.
+        sgds = [e for e in self._training.optimizers if isinstance(e, torch.optim.SGD)]
+        groups = [group for sgd in sgds if not sgd.state for group in sgd.param_groups]
+        if depth and any(group.get("fused") and group["momentum"] for group in groups):
             return "fused SGD with momentum fails on parameters added later. Leave fused=True out"
-        if self._compilation is None or seconds_left is None or depth <= self.depth:
+        if self._training.compilation is None or seconds_left is None or depth <= self.depth:
             return ""
         share = sum(module.share for module in self.cut.modules[self.depth : depth])
-        return self._compilation.repays(BACKWARD_SHARE * share * seconds_left) or ""
+        return self._training.compilation.repays(BACKWARD_SHARE * share * seconds_left) or ""
 
     def apply(self, depth: Depth, window: int) -> None:
         """Freeze and thaw so that `depth.frozen` layer modules are frozen, and journal it."""
@@ -162,10 +164,3 @@ class Applier:
         if self.detaches and torch.is_grad_enabled() and not is_own_pass():
             self.detaches = False
             self.freezer.freeze_to(self.depth, detaches=False)
-
-
-def _starts_momentum_at_once(optimizer: Any) -> bool:
-    """Return whether an optimizer that has not stepped yet makes all momenta in its first step."""
-    if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
-        return False
-    return any(group.get("fused") and group["momentum"] for group in optimizer.param_groups)

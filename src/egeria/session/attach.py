@@ -201,11 +201,9 @@ class Run(AbstractContextManager["Run", None]):
         frozen = f"{summary.frozen} of {plural(len(summary.modules), 'layer module')} frozen"
         if not summary.modules:
             frozen = "no layer modules" if summary.step else "no layer modules yet"
-        saved = "time saved not known"
-        if saved_s is not None:
-            saved = f"{printable(duration(saved_s))} saved"
+        saved = "time saved not known" if saved_s is None else f"{duration(saved_s)} saved"
         where = f"closed at step {step}" if summary.closed else f"step {step}"
-        return f"<egeria.Run: {where}, {frozen}, {saved}>"
+        return printable(f"<egeria.Run: {where}, {frozen}, {saved}>")
 
     @property
     def packed(self) -> "Packed":

@@ -22,7 +22,7 @@ from egeria.moves import resolve
 from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
 from egeria.session.clock import has_hooks
 
-STATE_SCHEMA = 7  # of what `run.state_dict` returns
+STATE_SCHEMA = 8  # of what `run.state_dict` returns
 GO_ON = "Take an earlier checkpoint, or go on without loading it."
 # Wrappers of frameworks by class name, and the attribute with the user's own object.
 _INNER = {
@@ -46,23 +46,21 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
     if not isinstance(config, Config):
         what = "config is an egeria.Config, a dictionary or the path of a TOML file"
         raise ConfigError(f"{what}, found {type(config).__name__}. Build an egeria.Config(...).")
-    settings: Config = config
-    given = {"name": policy, "plan": plan}
-    if given := {name: value for name, value in given.items() if value is not None}:
-        settings = replace(settings, policy=replace(settings.policy, **given))
+    name = config.policy.name if policy is None else policy
+    plan = config.policy.plan if plan is None else plan
+    decides = replace(config.policy, name=name, plan=plan)
     is_controller = all(hasattr(controller, name) for name in ("refresh", "submit", "poll"))
     if not (isinstance(controller, str | None) or is_controller):
         what = "controller is 'auto', 'process', 'inline' or an object with the calls of one"
         raise ConfigError(f"{what}, found {_describe(controller)}. Leave it out for 'auto'.")
-    if isinstance(controller, str):
-        settings = replace(settings, controller=replace(settings.controller, kind=controller))
-    return settings
+    kind = controller if isinstance(controller, str) else config.controller.kind
+    return replace(config, policy=decides, controller=replace(config.controller, kind=kind))
 
 
 def check_training(
     model: Any, optimizer: Any, total_steps: Any
 ) -> tuple[nn.Module, nn.Module, list[Optimizer]]:
-    """Return the model as the loop calls it, the model without wrappers, and all optimizers."""
+    """Return the model as the loop calls it, and model and optimizers without wrappers."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module, found {type(model).__name__}. Pass the model itself."
@@ -70,7 +68,20 @@ def check_training(
     given: nn.Module = _unwrap(model)
     inner = ddp.unwrap(given)
     check("total_steps", total_steps, optional(count()))
-    return given, inner, _check_optimizers(inner, optimizer)
+    entries = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [_unwrap(entry) for entry in entries]
+    for entry in optimizers:
+        if not hasattr(entry, "param_groups"):
+            what = "attach takes a torch optimizer, or a list of them"
+            raise ConfigError(f"{what}, found {type(entry).__name__}. Pass what your loop steps.")
+    held = {p for entry in optimizers for group in entry.param_groups for p in group["params"]}
+    # Under ZeRO, which is declined, an optimizer may hold other tensors than the parameters.
+    if held.isdisjoint(inner.parameters()) and reason_to_decline(inner, optimizers) is None:
+        raise ConfigError(
+            "attach takes an optimizer of the model's parameters, found one that holds none of "
+            "them. Build it from model.parameters(), after moving the model to its device."
+        )
+    return given, inner, optimizers
 
 
 def _unwrap(given: Any) -> Any:
@@ -114,30 +125,11 @@ def _scheduler_names(scheduler: Any) -> list[str]:
             f"{_describe(scheduler)}. Pass the one that your loop calls .step() on, a list where "
             "several optimizers have one each, or leave it out."
         )
-    names = [type(scheduler).__name__]
-    for entry in getattr(scheduler, "lr_lambdas", ()):
-        function = getattr(entry, "func", entry)
-        names.append(getattr(function, "__qualname__", type(function).__name__))
+    functions = [getattr(entry, "func", entry) for entry in getattr(scheduler, "lr_lambdas", ())]
+    names = [getattr(each, "__qualname__", type(each).__name__) for each in functions]
     chained = getattr(scheduler, "_schedulers", None)
-    return names + _scheduler_names(chained if isinstance(chained, (list, tuple)) else None)
-
-
-def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers as a list, without the wrappers of frameworks."""
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers = [_unwrap(entry) for entry in given]
-    for entry in optimizers:
-        if not hasattr(entry, "param_groups"):
-            what = "attach takes a torch optimizer, or a list of them"
-            raise ConfigError(f"{what}, found {type(entry).__name__}. Pass what your loop steps.")
-    held = {p for entry in optimizers for group in entry.param_groups for p in group["params"]}
-    # Under ZeRO, which is declined, an optimizer may hold other tensors than the parameters.
-    if held.isdisjoint(model.parameters()) and reason_to_decline(model, optimizers) is None:
-        raise ConfigError(
-            "attach takes an optimizer of the model's parameters, found one that holds none of "
-            "them. Build it from model.parameters(), after moving the model to its device."
-        )
-    return optimizers
+    inner = _scheduler_names(chained if isinstance(chained, (list, tuple)) else None)
+    return [type(scheduler).__name__, *names, *inner]
 
 
 def is_pretrained(config: Config, model: nn.Module) -> bool:
@@ -197,12 +189,11 @@ def check_state(state: Any) -> None:
         rows = exchange((damage, moment), "run.load_state_dict")
     except (RankError, LostError) as error:
         raise StateError(f"A run's state is loaded on all ranks; {error}.") from error
-    damage = damage or next((text for text, _ in rows if text), "")
-    if not damage and any(row != rows[0] for row in rows):
+    if texts := [text for text, _ in rows if text]:
+        raise StateError(damage or texts[0])
+    if any(row != rows[0] for row in rows):
         steps = ", ".join(f"{at[0]} on rank {place}" for place, (_, at) in enumerate(rows))
-        damage = f"All ranks load the state of one moment, found step {steps}. {GO_ON}"
-    if damage:
-        raise StateError(damage)
+        raise StateError(f"All ranks load the state of one moment, found step {steps}. {GO_ON}")
 
 
 def _find_damage(state: Any) -> str:

@@ -1,9 +1,9 @@
 """Evaluations of plasticity; imported only in runs whose policy asks for them."""
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -167,8 +167,7 @@ class Evaluation:
         before, share = self.clock.interval_steps, self.training.config.controller.budget_share
         if len(self._iterations) < NUM_REVIEWED:
             return before
-        refresh = self._refresh_iterations / self._settings.window
-        cost = statistics.median(self._iterations) + refresh
+        cost = median(self._iterations) + self._refresh_iterations / self._settings.window
         self._iterations.clear()
         after = max(before, min(math.ceil(cost / share), LARGEST_GROWTH * wanted))
         if after > before:

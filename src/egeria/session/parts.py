@@ -58,6 +58,10 @@ class Parts:
     def ask(self, interval: policies.Interval) -> policies.Depth | None:
         """Return the policy's answer in plain values; TypeError if the depth is not an integer."""
         answer = self.policy.observe(interval)
+        plan: Any = getattr(self.policy, "plan", None)
+        if self.plan is not None and plan != self.plan:
+            self.plan = plan
+            self.announce()
         return answer and policies.Depth(operator.index(answer.frozen), str(answer.reason))
 
     def journal_status(
@@ -152,23 +156,23 @@ def make_parts(
         starts = [tuple(f"{name}." for name in module.submodules) for module in cut.modules]
         held = [[name[:-1] for name in known if name.startswith(start)] for start in starts]
         settings = replace(settings, plan=resolve(settings.plan, held, epoch_steps))
-    facts = facts_of(training.model, training.optimizers)
-    facts["pretrained"] = training.is_pretrained
+    facts = {"pretrained": training.is_pretrained, "epoch_steps": epoch_steps}
+    facts |= facts_of(training.model, training.optimizers)
     plan = policies.find_plan(settings, names, training.total_steps, **facts)
     if plan is not None and engine is not None:
         saved = engine["policy"]["plan"]
         if settings.plan is not None and str(plan) != saved:
             training.recorder.decline("another plan", f"the state goes on with {saved!r}")
         plan = policies.Plan.parse(saved, names, training.total_steps, engine["plan_reason"])
-    if plan is not None:
-        settings = replace(settings, plan=str(plan))
     applier = Applier(training, cut, wrapper)
+    told = {} if plan is None else {"plan": plan, "epoch_steps": epoch_steps}
     policy = policies.find_maker(replace(training.config, policy=settings))(
         modules=names,
         trainable=cut.trainable,
         deepest=applier.deepest,
         total_steps=training.total_steps,
         lr_rule=training.rule,
+        **told,
     )
     if not isinstance(policy, policies.Policy):
         raise ConfigError(

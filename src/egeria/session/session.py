@@ -232,6 +232,7 @@ class Session:
         if parts is None:  # a callback for events has closed the run
             return
         depth = self._together(lambda: parts.ask(interval))[0]
+        self.plan = parts.plan
         self.status = parts.journal_status(self.status, interval.readings)
         if depth is None or depth.frozen == self.frozen:
             return

@@ -185,8 +185,7 @@ class FirstStep:
         order = [name for name in views[0][0] if all(name in view[0] for view in views)]
         seen = set.intersection(*(view[1] for view in views))
         self._decline_dropped(order)
-        given = asdict(training.config.modules)
-        settings = settings_of_cut(given, is_pretrained=training.is_pretrained)
+        settings = settings_of_cut(training.config.modules, is_pretrained=training.is_pretrained)
 
         def read() -> Cut:
             if watch.failure:
