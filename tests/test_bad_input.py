@@ -57,7 +57,7 @@ def make_steps(model, optimizer, run, count):
 ARGUMENTS = {
     "attach": ["model", "optimizer", "loader", "scheduler", "total_steps", "config", "directory", "controller"],
     "attach too": ["policy", "plan", "log_to"],
-    "plan": ["model", "optimizer", "total_steps", "config"],
+    "plan": ["model", "optimizer", "total_steps", "epoch_steps", "config"],
     "advise": ["model", "optimizer", "loader", "loss", "config", "rounds"],
 }
 

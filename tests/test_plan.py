@@ -318,6 +318,8 @@ def test_the_first_phase_is_longer_where_the_loss_falls_far_in_the_first_of_many
     config = {"modules": {"pattern": r"\d"}, "policy": {"pretrained": True}}
     given = {"total_steps": 320, "config": config, "loader": [0] * 32, **changes}
     runs = [Training(tmp_path / name, torch.optim.AdamW, nn.LayerNorm, **given) for name in "ab"]
+    length = len(given["loader"]) if given["loader"] else None
+    shown = egeria.plan(runs[0].model, runs[0].optimizer, total_steps=320, epoch_steps=length, config=config)
     runs[0].optimizer.param_groups[0]["lr"] = runs[1].optimizer.param_groups[0]["lr"] = rate
     runs[0].train(saved_at)
     runs[1].model.load_state_dict(runs[0].model.state_dict())
@@ -328,8 +330,9 @@ def test_the_first_phase_is_longer_where_the_loss_falls_far_in_the_first_of_many
     assert moves(tmp_path / "a")[3:] == moves(tmp_path / "b") == [(thaws_at, 0)]
     made, *changed = read_journal(tmp_path / "a").of(PlanMade)
     assert f"0:3 {planned / 320}:0" in made.plan and len(changed) == (thaws_at > planned)
+    assert str(shown) == made.plan or "plan" in changes
     for event in changed:
-        assert 0 <= event.step - len(given["loader"]) < 4 and event.skipped_share > made.skipped_share
+        assert 0 <= event.step - length < 4 and event.skipped_share > made.skipped_share
         assert "alone for longer: the training loss fell from" in event.reason == runs[0].run.plan.reason
 
 

@@ -270,9 +270,6 @@ def test_a_child_from_before_counts_also_in_a_halt_and_one_of_the_halt_does_not(
     assert watch.cpu_s < controller_s + 0.35
 
 
-# --- what may stand behind `--policy` ---
-
-
 def test_commas_part_policies_but_not_their_settings():
     found = parse_policies(["none,static:schedule=0.5:1+0.75:3,start=0.25,egeria", "default"])
     assert [policy.name for policy in found] == ["none", "static", "egeria", "default"]

@@ -262,7 +262,7 @@ class _Training:
             modules=modules,
             costs=tuple(map(median_low, costs)),
             rounds=tuple(zip(*costs, strict=False)),
-            # In shares of the steps, whatever their number.
+            # In shares of the steps, whatever their number; the first phase as in ten epochs.
             plan=str(draw_up(modules, 1, pretrained=settings.policy.pretrained is True, **facts)),
             reading_s=reading_s,
             obstacles=tuple(dict.fromkeys(obstacles)),

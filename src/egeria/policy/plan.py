@@ -15,11 +15,9 @@ from egeria.policy.base import Depth, Interval, Wants
 
 PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
 JUDGED_STEPS = 8  # the mean loss of fewer steps says little
-ALONE = (
-    0.25  # share of the steps, of ten epochs at most, in which the last layer module trains alone
-)
-MANY_EPOCHS = 10  # from so many on it trains alone for twice as long if the loss falls far
-FALLEN = 0.4  # it does if after the first epoch it is under this share of the highest one
+ALONE = 0.25  # share of the steps in which the last layer module trains alone
+MANY_EPOCHS = 10  # in more epochs it trains alone for as long as in so many
+FALLEN = 0.4  # or twice as long, if the first epoch ends under this share of the highest loss
 LATE_START = 0.7  # share of the steps after which modules freeze evenly
 LATER_START = 0.8  # the same with SGD and of convolutions: a start at half cost 3.3 points
 AT_ONCE = 0.9  # the same where all but the last freeze at once, since statistics settle slowly
