@@ -159,6 +159,6 @@ def _doubts(summary: Summary) -> list[tuple[object, str]]:
         (summary.num_other_runs, f"The directory also holds {others}, left out here."),
         (summary.num_damaged, f"{damaged} of the journal could not be read, the first is {first}."),
         (is_rough, f"Only {unfrozen} ran unfrozen: what they take is computed from module sizes."),
-        (is_estimate, "Time saved is estimated; on CPUs it was up to 3 points too low or 5 too high."),
+        (is_estimate, "Time saved is estimated; on CPUs up to 3 points too low or 5 too high."),
         (is_early, "A little less was saved: only the first steps, the slow ones, ran unfrozen."),
     ]
