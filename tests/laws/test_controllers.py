@@ -32,7 +32,7 @@ def train(name, controller, directory, expected=None):
         for idle in range(INTERVAL - NUM_REAL - (not interval)):
             is_late = is_late and len(readings(directory)) < expected[interval]
             if is_late:
-                time.sleep(min(LONGEST_PAUSE_S, 0.02 * 1.3**idle))
+                time.sleep(min(LONGEST_PAUSE_S, 0.02 * 1.35**idle))
             training.idle()
         found.append(len(readings(directory)))
         assert not expected or found[-1] >= expected[interval], "the process gave no reading in time"
